@@ -1,0 +1,122 @@
+"""The daemon's life: lock the state, listen, load what is active, serve, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import grpc
+import structlog
+
+from residentd.config import Config
+from residentd.errors import ConfigError, ResidentError
+from residentd.models.registry import Registry
+from residentd.models.store import Store
+from residentd.rpc.health import HealthFeed
+from residentd.rpc.server import admin_socket, serve_admin, serve_inference
+from residentd.supervisor.engines import Engines
+
+STATE_MODE: Final = 0o750
+CALLS_GRACE_S: Final = 1.0  # for the last messages of drained streams to leave
+
+log = structlog.get_logger("residentd")
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ResidentError when it cannot start."""
+    state = Path(config.state)
+    state.mkdir(mode=STATE_MODE, parents=True, exist_ok=True)
+    with _sole_daemon(state):
+        store = Store(state)
+        store.sweep()
+        registry = Registry(state)
+        engines = Engines(store, registry, config)
+        try:
+            await _serve(engines, config)
+        finally:
+            registry.close()
+
+
+async def _serve(engines: Engines, config: Config) -> None:
+    stopping = _stop_signal()
+    feed = HealthFeed(engines)
+    await feed.refresh()
+    servers = [await serve_admin(engines, feed, config)]
+    if config.listen.grpc:
+        server, port = await serve_inference(engines, feed, config)
+        servers.append(server)
+        _publish_address(config, port)
+    log.info("listening", grpc=config.listen.grpc, admin=str(admin_socket(config)))
+    tasks = [asyncio.create_task(feed.run()), asyncio.create_task(_load_all(engines, config))]
+    try:
+        await stopping.wait()
+    finally:
+        await _leave(engines, feed, servers, tasks, config)
+
+
+async def _leave(
+    engines: Engines,
+    feed: HealthFeed,
+    servers: list[grpc.aio.Server],
+    tasks: list[asyncio.Task[None]],
+    config: Config,
+) -> None:
+    """NOT_SERVING, finish what runs within the drain limit, close. New calls are refused with a retry hint."""
+    log.info("draining", live=engines.live_count, limit_s=config.engine.drain_s)
+    for task in tasks:
+        task.cancel()
+    await feed.servicer.enter_graceful_shutdown()
+    ended = await engines.close(config.engine.drain_s)
+    await asyncio.gather(*(server.stop(CALLS_GRACE_S) for server in servers))
+    admin_socket(config).unlink(missing_ok=True)
+    log.info("stopped", all_ended=ended)
+
+
+async def _load_all(engines: Engines, config: Config) -> None:
+    """Load what the configuration names, or every active version; one that fails is logged and leaves the others."""
+    wanted = config.models or tuple(version.name for version in engines.registry.versions() if version.active)
+    for reference in wanted:
+        try:
+            await engines.load(reference)
+        except ResidentError as error:
+            log.error("load_failed", model=reference, reason=str(error))  # noqa: TRY400  (the reason says it all)
+
+
+def _publish_address(config: Config, port: int) -> None:
+    """Write the bound HOST:PORT where local tools look for it: the configured port may be 0."""
+    host = config.listen.grpc.rpartition(":")[0]
+    run_dir = Path(config.state) / "run"
+    run_dir.mkdir(mode=STATE_MODE, exist_ok=True)
+    temporary = run_dir / "address.new"
+    temporary.write_text(f"{host}:{port}\n")
+    temporary.rename(run_dir / "address")
+
+
+def _stop_signal() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+@contextlib.contextmanager
+def _sole_daemon(state: Path) -> Iterator[None]:
+    """Hold the state's daemon lock: a second daemon would silently take over a live unix socket."""
+    fd = os.open(state / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o640)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another residentd runs on the state directory {state}. Stop it, or set another `state`"
+            ) from error
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,109 @@
+"""GenerateRequest -> Request: defaults resolved, limits checked, every effective value known before admission."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+from resident.v1 import inference_pb2
+from residentd.config import Limits
+from residentd.errors import CallerError
+from residentd.sampling import validate
+from residentd.supervisor.engines import Loaded
+from residentd.types import ChatMessage, SamplingParams
+
+SEED_BITS_DRAWN: Final = 63
+
+
+def prompt_ids(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
+    """The prompt of a request in token ids. Raises CallerError."""
+    match message.WhichOneof("input"):
+        case "prompt":
+            _check_text_size(len(message.prompt.encode()), limits)
+            return loaded.text.from_completion(message.prompt)
+        case "chat":
+            return chat_ids(message.chat, loaded, limits)
+        case "token_ids":
+            return _checked_ids(message.token_ids.ids, loaded)
+        case _:
+            raise CallerError("the request has no input. Set prompt, chat or token_ids", field="input")
+
+
+def chat_ids(chat: inference_pb2.Chat, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
+    if not 1 <= len(chat.messages) <= limits.messages_max:
+        raise CallerError(
+            f"the conversation has {len(chat.messages):,} messages; 1 to {limits.messages_max:,} are accepted "
+            "(limits.messages_max)",
+            field="chat.messages",
+        )
+    _check_text_size(sum(len(entry.content.encode()) for entry in chat.messages), limits)
+    return loaded.text.from_chat([ChatMessage(entry.role, entry.content) for entry in chat.messages])
+
+
+def sampling_params(
+    message: inference_pb2.Sampling, loaded: Loaded, *, prompt_tokens: int, limits: Limits
+) -> SamplingParams:
+    """The effective parameters: what the caller said, else the model's defaults. Raises CallerError."""
+    defaults = loaded.manifest.content.sampling
+    vocab = loaded.manifest.content.engine.limits.vocab
+
+    def given(name: str, default: float) -> float:
+        return float(getattr(message, name)) if message.HasField(name) else default  # type: ignore[arg-type]
+
+    eos_ids = () if message.ignore_eos else loaded.manifest.content.text.eos_ids
+    params = SamplingParams(
+        tokens_max=_tokens_max(message, loaded, prompt_tokens, limits),
+        tokens_min=message.min_tokens,
+        temperature=given("temperature", defaults.temperature),
+        top_k=int(given("top_k", defaults.top_k)),
+        top_p=given("top_p", defaults.top_p),
+        min_p=given("min_p", defaults.min_p),
+        repetition_penalty=given("repetition_penalty", defaults.repetition_penalty),
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(SEED_BITS_DRAWN),
+        stop_ids=frozenset(eos_ids) | frozenset(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+    validate(params, vocab)
+    return params
+
+
+def _tokens_max(message: inference_pb2.Sampling, loaded: Loaded, prompt_tokens: int, limits: Limits) -> int:
+    """What the caller said, else the default cut to what the context leaves. Refuses a prompt that leaves nothing."""
+    context = loaded.manifest.content.engine.limits.context
+    if message.HasField("max_tokens"):
+        asked = message.max_tokens
+    else:
+        asked = max(1, min(limits.output_tokens_default, context - prompt_tokens))
+    if prompt_tokens + asked > context:
+        raise CallerError(
+            f"the prompt has {prompt_tokens:,} tokens and max_tokens is {asked:,}: {prompt_tokens + asked:,} together; "
+            f"model {loaded.version.reference} accepts {context:,}. Shorten the prompt, lower max_tokens, or install a "
+            "version built with a larger --context",
+            field="sampling.max_tokens" if message.HasField("max_tokens") else "input",
+        )
+    return asked
+
+
+def _checked_ids(ids: Sequence[int], loaded: Loaded) -> tuple[int, ...]:
+    vocab = loaded.manifest.content.engine.limits.vocab
+    if not ids:
+        raise CallerError("the prompt has no token. Give at least one id", field="token_ids.ids")
+    if max(ids) >= vocab:
+        raise CallerError(
+            f"token id {max(ids):,} is outside the vocabulary of {vocab:,}. Use ids 0 to {vocab - 1:,}",
+            field="token_ids.ids",
+        )
+    return tuple(ids)
+
+
+def _check_text_size(size: int, limits: Limits) -> None:
+    if size > limits.prompt_bytes_max:
+        raise CallerError(
+            f"the prompt has {size:,} bytes of text; at most {limits.prompt_bytes_max:,} are accepted "
+            "(limits.prompt_bytes_max). Shorten it",
+            field="input",
+        )

@@ -1,0 +1,381 @@
+"""One model version and its engine worker: started, watched, replaced; every live request carried over.
+
+States:
+    STOPPED -> LOADING -> READY -> (worker lost) -> LOADING -> … -> FAILED when the restart budget is used up
+    READY or LOADING -> DRAINING -> STOPPED
+While LOADING after a loss, live requests wait; they are submitted again, oldest first, when the new worker is READY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from residentd.config import Config
+from residentd.engine.link import (
+    Cancel,
+    Events,
+    Failed,
+    FrameReader,
+    FromWorker,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+from residentd.errors import LinkError, UnavailableError
+from residentd.models.manifest import Manifest
+from residentd.supervisor.generation import Generation
+from residentd.supervisor.stats import EngineStats
+from residentd.types import Finish, Finished, RequestId, Sampled
+
+RECEIVE_BYTES: Final = 1 << 18
+BACKOFF_MAX_S: Final = 10.0
+WATCH_PERIOD_S: Final = 0.25
+PING_PERIOD_S: Final = 15.0
+STOP_GRACE_S: Final = 2.0
+
+log = structlog.get_logger("residentd.host")
+
+
+class State(enum.StrEnum):
+    STOPPED = "stopped"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class EngineHost:
+    """The daemon's end of one engine worker. Everything here runs on the daemon's event loop."""
+
+    def __init__(self, *, label: str, directory: Path, manifest: Manifest, config: Config) -> None:
+        self.label = label  # NAME@N, for people
+        self.directory = directory
+        self.manifest = manifest
+        self.state = State.STOPPED
+        self.state_reason = ""
+        self.restarts = 0
+        self.stats = EngineStats(started_ns=time.monotonic_ns())
+        self._config = config
+        self._live: dict[RequestId, Generation] = {}
+        self._suspects: deque[Generation] = deque()  # lost a worker without a token: submitted one at a time
+        self._trial: Generation | None = None
+        self._losses: deque[float] = deque()
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._progress_at = time.monotonic()
+        self._ping_number = 0
+        self._state_changed = asyncio.Event()
+
+    # -- what the rest of the daemon calls -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        assert self._task is None, "an engine host is started once"
+        self._move(State.LOADING, "starting")
+        self._task = asyncio.create_task(self._run(), name=f"engine {self.label}")
+
+    async def wait_until_settled(self) -> State:
+        """READY, FAILED or STOPPED, whichever comes first."""
+        while self.state not in (State.READY, State.FAILED, State.STOPPED):
+            await self._state_changed.wait()
+        return self.state
+
+    def submit(self, generation: Generation) -> None:
+        """Hand over a request. Raises UnavailableError when this engine takes none."""
+        if self.state not in (State.READY, State.LOADING):
+            raise UnavailableError(f"model {self.label} is {self.state}. Retry later, or name another version")
+        self._live[generation.request.id] = generation
+        if self.state is State.READY:
+            self._send(Submit(generation.submission()))
+
+    def cancel(self, generation: Generation, reason: Finish) -> None:
+        """End a request now. Idempotent; the worker frees its slot within one step."""
+        if self._live.pop(generation.request.id, None) is None:
+            return
+        generation.finish(Finished(generation.request.id, reason), time.monotonic_ns())
+        self.stats.finished[reason] += 1
+        self._send(Cancel(generation.request.id, reason))
+        self._try_next_suspect()
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take no more requests, let the running ones end, stop the worker. Whether all of them ended in time."""
+        if self.state in (State.STOPPED, State.FAILED):
+            return not self._live
+        self._move(State.DRAINING, f"{len(self._live)} generations are finishing")
+        deadline = time.monotonic() + limit_s
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        ended = not self._live
+        for generation in list(self._live.values()):
+            self.cancel(generation, Finish.CANCELLED)
+        await self.stop()
+        return ended
+
+    async def stop(self) -> None:
+        """Stop the worker and end what is left. Safe to call twice."""
+        if self._task is None:
+            return
+        self._move(State.STOPPED, "unloaded")
+        self._send(Stop())
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._kill()
+        self._fail_all("the model was unloaded")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    @property
+    def live_count(self) -> int:
+        return len(self._live)
+
+    @property
+    def kv_tokens_used(self) -> int:
+        """Positions that live requests hold, as far as the daemon knows."""
+        return sum(len(g.request.prompt) + g.tokens_count for g in self._live.values() if g.times.scheduled_ns)
+
+    def progressing(self, *, now: float) -> bool:
+        """False when there is work and no step for `engine.stall_s`: health says NOT_SERVING."""
+        return self.state is State.READY and not (self._live and now - self._progress_at > self._config.engine.stall_s)
+
+    # -- the life of the worker ------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Start workers until told to stop or the restart budget is used up."""
+        while True:
+            reason, permanent = await self._live_once()
+            if self.state in (State.STOPPED, State.FAILED):
+                return
+            for generation in self._live.values():
+                generation.lose_worker()
+            now = time.monotonic()
+            self._losses.append(now)
+            while self._losses[0] < now - self._config.engine.restart_window_s:
+                self._losses.popleft()
+            log.warning("worker_lost", model=self.label, reason=reason, losses=len(self._losses), live=len(self._live))
+            if permanent or len(self._losses) > self._config.engine.restarts_max:
+                self._move(State.FAILED, reason)
+                self._fail_all(f"model {self.label} has failed: its engine worker could not be kept running")
+                return
+            if self.state is State.READY:
+                self._move(State.LOADING, f"restarting: {reason}")
+            self.restarts += 1
+            if len(self._losses) > 1:
+                backoff_s = self._config.engine.restart_backoff_s * 2 ** (len(self._losses) - 2)
+                await asyncio.sleep(min(BACKOFF_MAX_S, backoff_s))
+
+    async def _live_once(self) -> tuple[str, bool]:
+        """One worker from start to death. Returns why it ended and whether another would end the same way."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "residentd.engine.worker",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        stream, self._writer = await asyncio.open_connection(sock=ours, limit=RECEIVE_BYTES)
+        self._progress_at = time.monotonic()
+        self._send(self._start_frame())
+        watch = asyncio.create_task(self._watch())
+        try:
+            failed = await self._receive(stream)
+        except (LinkError, AssertionError) as error:
+            failed = Failed(message=f"protocol error: {error}", permanent=False)
+        finally:
+            watch.cancel()
+            self._writer.close()
+            self._writer = None
+            self._kill()
+            status = await self._process.wait()
+        return (failed.message, failed.permanent) if failed else (_describe_exit(status), False)
+
+    async def _receive(self, stream: asyncio.StreamReader) -> Failed | None:
+        reader = FrameReader()
+        failed = None
+        while chunk := await _read(stream):
+            for body in reader.feed(chunk):
+                self._progress_at = time.monotonic()
+                frame = decode_from_worker(body)
+                if isinstance(frame, Failed):
+                    failed = frame
+                else:
+                    self._handle(frame)
+        return failed
+
+    def _handle(self, frame: FromWorker) -> None:
+        match frame:
+            case Events():
+                self._dispatch(frame)
+            case Ready():
+                self._on_ready(frame)
+            case Loading(stage):
+                self.state_reason = stage
+            case Pong() | Failed():
+                pass
+
+    def _on_ready(self, ready: Ready) -> None:
+        log.info("engine_ready", model=self.label, load_ms=ready.load_ms, resumed=len(self._live))
+        if self.state is State.LOADING:
+            self._move(State.READY, "")
+        self._trial = None
+        by_losses = sorted(self._live.values(), key=lambda generation: generation.barren_losses)
+        for generation in by_losses:
+            if generation.barren_losses == 0:
+                self._send(Submit(generation.submission()))
+        self._suspects = deque(generation for generation in by_losses if generation.barren_losses)
+        self._try_next_suspect()
+
+    def _try_next_suspect(self) -> None:
+        """Submit the next suspect once the one on trial has made a token or ended.
+
+        A request that ends every worker it meets is so found alone, and only it is failed.
+        """
+        while self._suspects and (self._trial is None or self._trial.progressed or self._trial.finished):
+            generation = self._suspects.popleft()
+            if generation.finished:
+                continue
+            if generation.barren_losses > self._config.engine.resumes_max:
+                self._end(generation, Finish.ENGINE_FAILED, "the engine was lost again and again under this request")
+                continue
+            self._trial = generation
+            self._send(Submit(generation.submission()))
+
+    def _dispatch(self, frame: Events) -> None:
+        now_ns = time.monotonic_ns()
+        if frame.record is not None:
+            self._account(frame, now_ns)
+        logprobs = frame.logprobs or [None] * len(frame.ids)
+        for request_id, index, token, entry in zip(frame.ids, frame.indexes, frame.tokens, logprobs, strict=True):
+            generation = self._live.get(request_id)
+            if generation is None:
+                continue  # cancelled here while the step ran
+            self._time_token(generation, now_ns)
+            if not generation.accept(index, Sampled(token, entry), now_ns):
+                self.cancel(generation, Finish.SLOW_CONSUMER)
+        for finished in frame.finished:
+            generation = self._live.pop(finished.id, None)
+            if generation is not None:
+                generation.finish(finished, now_ns)
+                self.stats.finished[finished.reason] += 1
+        self._try_next_suspect()
+
+    def _account(self, frame: Events, now_ns: int) -> None:
+        record, stats = frame.record, self.stats
+        assert record is not None
+        stats.steps += 1
+        stats.waiting, stats.running = record.waiting, record.running
+        stats.batch_rows_max = max(stats.batch_rows_max, record.decode_rows + record.prefill_rows)
+        stats.prompt_tokens.add(now_ns, record.prefill_tokens)
+        stats.output_tokens.add(now_ns, len(frame.tokens))
+        for request_id in record.ids:
+            generation = self._live.get(request_id)
+            if generation is not None and not generation.times.scheduled_ns:
+                generation.times.scheduled_ns = now_ns - record.elapsed_us * 1000
+
+    def _time_token(self, generation: Generation, now_ns: int) -> None:
+        times = generation.times
+        if times.last_token_ns:
+            self.stats.itl_ms.add(now_ns, (now_ns - times.last_token_ns) / 1e6)
+        else:
+            self.stats.ttft_ms.add(now_ns, (now_ns - times.arrived_ns) / 1e6)
+
+    async def _watch(self) -> None:
+        """Kill a worker that has work and makes no step, or that loads for too long: then it is lost as any other."""
+        pinged_at = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            now = time.monotonic()
+            loading = self.state is State.LOADING
+            limit_s = self._config.engine.load_timeout_s if loading else self._config.engine.step_timeout_s
+            busy = loading or self._live or self._progress_at < pinged_at
+            if busy and now - self._progress_at > limit_s:
+                log.error("worker_hung", model=self.label, silent_s=round(now - self._progress_at, 1))
+                self._kill()
+                return
+            if not loading and not self._live and now - max(self._progress_at, pinged_at) > PING_PERIOD_S:
+                self._ping_number += 1
+                pinged_at = now
+                self._send(Ping(self._ping_number))
+
+    # -- small things ----------------------------------------------------------------------------------------------
+
+    def _start_frame(self) -> Start:
+        engine, limits = self._config.engine, self._config.limits
+        return Start(
+            version_dir=str(self.directory),
+            threads=engine.threads,
+            scheduling=engine.scheduling,
+            prefill_tokens_max=engine.prefill_tokens_max,
+            waiting_max=limits.waiting_max,
+            waiting_tokens_max=limits.waiting_tokens_max,
+            retries_max=engine.retries_max,
+        )
+
+    def _send(self, frame: ToWorker) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(frame))
+
+    def _move(self, state: State, reason: str) -> None:
+        self.state, self.state_reason = state, reason
+        self._progress_at = time.monotonic()
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
+    def _end(self, generation: Generation, reason: Finish, detail: str) -> None:
+        self._live.pop(generation.request.id, None)
+        generation.finish(Finished(generation.request.id, reason, detail), time.monotonic_ns())
+        self.stats.finished[reason] += 1
+
+    def _fail_all(self, detail: str) -> None:
+        for generation in list(self._live.values()):
+            self._end(generation, Finish.ENGINE_FAILED, detail)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+
+async def _read(stream: asyncio.StreamReader) -> bytes:
+    """Whatever has arrived; empty at the end of the link, however it ended."""
+    try:
+        return await stream.read(RECEIVE_BYTES)
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
+
+
+def _describe_exit(status: int) -> str:
+    if status < 0:
+        return f"the engine worker was ended by signal {signal.Signals(-status).name}"
+    return f"the engine worker exited with status {status}"

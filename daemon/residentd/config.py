@@ -40,7 +40,7 @@ class Limits(_Section, frozen=True):
     streams_max: Count = 256  # calls in progress on one connection
     requests_max: Count = 512  # generations in progress, running and waiting, all models
     waiting_max: Count = 256  # generations waiting for a slot, one model
-    waiting_tokens_max: Annotated[int, Meta(ge=1, le=1 << 30)] = 262_144  # prompt tokens waiting, one model
+    waiting_tokens_max: Annotated[int, Meta(ge=1, le=1 << 30)] = 262_144  # waiting, one model; at least its context
     prompt_bytes_max: Annotated[int, Meta(ge=1, le=1 << 30)] = 4 << 20  # prompt text of one request, UTF-8
     messages_max: Count = 1024  # messages of one conversation
     output_tokens_default: Count = 256  # max_tokens where a request does not say

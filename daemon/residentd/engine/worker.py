@@ -107,7 +107,10 @@ def _load(start: Start, emit: Callable[[FromWorker], None]) -> tuple[Loop, Backe
     backend = open_backend(manifest, directory, threads=start.threads)
     pacer = Pacer(profile=Profile(start.scheduling), prefill_tokens_max=start.prefill_tokens_max)
     policy = Policy(
-        waiting_max=start.waiting_max, waiting_tokens_max=start.waiting_tokens_max, retries_max=start.retries_max
+        waiting_max=start.waiting_max,
+        # One request that fills the context must be admissible, whatever the model's context is.
+        waiting_tokens_max=max(start.waiting_tokens_max, backend.limits.capacity),
+        retries_max=start.retries_max,
     )
     emit(Loading(stage="replaying the goldens"))
     probe_goldens(backend, manifest.content.goldens, exact=manifest.content.engine.precision == "fp32")

@@ -1,0 +1,318 @@
+"""Engines in the canonical packed form on ONNX Runtime's CPU provider.
+
+Inputs  (T new tokens, of which R yield logits; B slots from slot 0; at most S new tokens a slot):
+    input_ids, position_ids int64 [1, T]     query_lengths, seqlens_k int32 [B]     pack_index int64 [B, S]
+    unpack_index int64 [T]     logits_index int64 [R]     total_sequence_length int32 []: the capacity C
+    past_key_values.N.key / .value [B, heads, C, dim]; C is the context plus 1
+Outputs logits float32 [R, vocab], and the caches again, bound to the memory of the inputs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from residentd.backend.base import Logits
+from residentd.backend.steps import StepArranger, StepArrays, runs_that_fit
+from residentd.errors import BackendLostError, MachineError, StepRetryableError, StoreError
+from residentd.models.manifest import CacheTensor, Engine
+from residentd.types import Limits, Row, StepPlan
+
+try:
+    import onnxruntime as ort
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+except ImportError as missing:
+    raise MachineError(
+        "this version runs on ONNX Runtime, which is not installed. Install residentd with its cpu extra"
+    ) from missing
+
+ORT_VERSION_MIN = "1.32"
+THREADS_MAX = 256
+MIB = 1 << 20
+LOAD_PEAK_FACTOR = 1.3  # 698 MiB peak for 540 MB of weights while packing them (onnxruntime 1.32.0, 2026-12)
+WORKSPACE_BYTES = 128 * MIB  # activations of a 512-token step of a 135M model took 57 MiB (same)
+PADDED_FACTOR = 12  # KV widths of padded queries, keys, values and outputs, up to 5 query heads a KV head
+
+STEP_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "pack_index",
+    "unpack_index",
+    "query_lengths",
+    "seqlens_k",
+    "logits_index",
+)
+OPTIONAL_INPUTS = frozenset({"position_ids"})  # a graph that computes no position from it does not have it
+CAPACITY_INPUT = "total_sequence_length"
+LOGITS_OUTPUT = "logits"
+CACHE_DTYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType({"float32": np.float32, "float16": np.float16})
+OUT_OF_MEMORY_MARKS = ("bad_alloc", "bad allocation", "Failed to allocate memory")
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """threads 0: one for each physical core that this process may use. Spinning helps only a machine of its own.
+
+    exact: a row's logits do not depend, to the bit, on its neighbours or on how its history was cut into steps, so that
+    an answer resumed after a lost worker goes on as it would have (fp32). Costs 5 % of a decode step of 8 rows, and
+    12 % of one of 16 rows at 800 tokens of context (CPU time, SmolLM2-135M, onnxruntime 1.32.0, 2026-12).
+    """
+
+    threads: int = 0
+    spinning: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a loaded engine takes at its peak."""
+
+    weights: int
+    caches: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.caches + self.logits + self.workspace
+
+
+class OnnxRuntimeBackend:
+    """One loaded engine and its KV caches. Used by one thread; implements backend.base.Backend."""
+
+    def __init__(self, directory: Path, engine: Engine, *, options: RuntimeOptions | None = None) -> None:
+        """Load `engine` from the version's `directory`. Raises MachineError or StoreError before anything is held."""
+        limits = engine.limits
+        _check_supported(engine)
+        _check_memory(engine, memory_need(directory, engine), memory_available_bytes())
+        self._limits = Limits(limits.slots, limits.context, limits.step_tokens_max, limits.vocab)
+        options = options or RuntimeOptions()
+        self._session = _session(directory / engine.path, options)
+        self._inputs = _step_inputs(self._session, engine)
+        self._queries_min = 2 if options.exact else 1
+        self._arranger = StepArranger(self._limits, queries_min=self._queries_min)
+        self._positions = limits.context + 1  # the last is for a repeated query at the context's end; nobody reads it
+        self._caches = {cache.input: _cache_memory(cache, limits.slots, self._positions) for cache in engine.caches}
+        self._cache_names = {cache.input: cache.output for cache in engine.caches}
+        self._capacity = np.array(self._positions, np.int32)
+        self._logits = np.zeros((limits.slots, limits.vocab), np.float32)
+        self._bindings: dict[int, _Binding] = {}  # by B, so at most one a slot
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def caches(self) -> tuple[Array, ...]:
+        """The cache memory itself, [slots, heads, capacity + 1, dim] each: for verification, which poisons it."""
+        return tuple(self._caches.values())
+
+    def step(self, plan: StepPlan) -> Logits:
+        runs = runs_that_fit(plan.rows, self._positions, queries_min=self._queries_min)
+        try:
+            if len(runs) == 1:
+                return self._run(plan.rows)
+            return self._run_in_turn(plan.rows, runs)
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise _step_error(plan, error) from error
+
+    def _run(self, rows: Sequence[Row]) -> Logits:
+        arrays = self._arranger.arrange(rows)
+        binding = self._bindings.get(arrays.slots_used) or self._bind_caches(arrays.slots_used)
+        logits = self._logits[: arrays.logits_index.size]
+        binding.update(arrays, self._inputs, logits)
+        self._session.run_with_iobinding(binding.io)
+        return logits
+
+    def _run_in_turn(self, rows: Sequence[Row], runs: Sequence[Sequence[Row]]) -> Logits:
+        parts = [self._run(run).copy() for run in runs]
+        sampling = {row.slot: index for index, row in enumerate(row for row in rows if row.samples)}
+        logits = self._logits[: len(sampling)]
+        for run, part in zip(runs, parts, strict=True):
+            logits[[sampling[row.slot] for row in run if row.samples]] = part
+        return logits
+
+    def close(self) -> None:
+        """Release the memory. The backend cannot be used afterwards."""
+        self._bindings.clear()
+        self._caches.clear()
+        del self._session
+
+    def _bind_caches(self, slots: int) -> _Binding:
+        binding = _Binding(self._session.io_binding())
+        for name, memory in self._caches.items():
+            value = ort.OrtValue.ortvalue_from_numpy(memory[:slots])
+            assert value.data_ptr() == memory.ctypes.data, "ONNX Runtime copied a cache instead of sharing it"
+            binding.io.bind_ortvalue_input(name, value)
+            binding.io.bind_ortvalue_output(self._cache_names[name], value)
+        _bind_input(binding.io, CAPACITY_INPUT, self._capacity)
+        self._bindings[slots] = binding
+        return binding
+
+
+class _Binding:
+    """ONNX Runtime's view of our memory for one B. An array is bound again only when its shape changes: 15 µs each."""
+
+    def __init__(self, io: Any) -> None:
+        self.io = io
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def update(self, arrays: StepArrays, inputs: Iterable[str], logits: Logits) -> None:
+        for name in inputs:
+            array: Array = getattr(arrays, name)
+            if self._shapes.get(name) != array.shape:
+                _bind_input(self.io, name, array)
+                self._shapes[name] = array.shape
+        if self._shapes.get(LOGITS_OUTPUT) != logits.shape:
+            self.io.bind_output(LOGITS_OUTPUT, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+            self._shapes[LOGITS_OUTPUT] = logits.shape
+
+
+def memory_need(directory: Path, engine: Engine) -> MemoryNeed:
+    """What loading `engine` takes, from the sizes of its files and its limits."""
+    limits = engine.limits
+    files = sum(path.stat().st_size for path in (directory / engine.path).parent.iterdir() if path.is_file())
+    positions = limits.slots * (limits.context + 1)
+    widest = max((cache.heads * cache.dim for cache in engine.caches), default=0)
+    return MemoryNeed(
+        weights=int(files * LOAD_PEAK_FACTOR),
+        caches=sum(positions * cache.heads * cache.dim * _dtype(cache)().itemsize for cache in engine.caches),
+        logits=limits.slots * limits.vocab * 4,
+        workspace=WORKSPACE_BYTES + limits.slots * limits.step_tokens_max * widest * PADDED_FACTOR * 4,
+    )
+
+
+def memory_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """MemAvailable: what can be allocated without swapping (proc(5))."""
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise MachineError("/proc/meminfo has no MemAvailable line. Linux 3.14 or newer is needed")
+
+
+def physical_cores(cpus: Iterable[int], topology: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Distinct cores among the logical `cpus`; where the kernel does not say, each counts as one."""
+    return max(1, len({_core_of(cpu, topology) for cpu in cpus}))
+
+
+def _core_of(cpu: int, topology: Path) -> tuple[str, ...]:
+    folder = topology / f"cpu{cpu}" / "topology"
+    try:
+        return ((folder / "physical_package_id").read_text(), (folder / "core_id").read_text())
+    except OSError:
+        return (str(cpu),)
+
+
+def session_options(options: RuntimeOptions | None = None) -> Any:
+    """ONNX Runtime's session options, the same for engines and for the export that they are compared with."""
+    options = options or RuntimeOptions()
+    if not 0 <= options.threads <= THREADS_MAX:
+        raise MachineError(
+            f"threads is {options.threads}; 0 (automatic) to {THREADS_MAX} are possible. Change the setting"
+        )
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.threads or physical_cores(os.sched_getaffinity(0))
+    settings.inter_op_num_threads = 1
+    settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    settings.log_severity_level = 4  # its exceptions carry the same text
+    settings.enable_mem_pattern = False  # ONNX Runtime keeps one plan a shape, and nearly every step has its own shape
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
+    settings.add_session_config_entry("session.set_denormal_as_zero", "1")
+    return settings
+
+
+def _session(path: Path, options: RuntimeOptions) -> Any:
+    try:
+        return ort.InferenceSession(str(path), session_options(options), providers=["CPUExecutionProvider"])
+    except MachineError:
+        raise
+    except Exception as error:
+        raise MachineError(
+            f"ONNX Runtime {ort.__version__} cannot load the engine: {_first_line(error)}. Install the version again"
+        ) from error
+
+
+def _step_inputs(session: Any, engine: Engine) -> tuple[str, ...]:
+    """The step inputs that the graph has. Raises StoreError when its names are not the contract's."""
+    present = {value.name for value in session.get_inputs()}
+    expected = {*STEP_INPUTS, CAPACITY_INPUT, *(cache.input for cache in engine.caches)}
+    wrong = (expected - present - OPTIONAL_INPUTS) | (present - expected)
+    outputs = {value.name for value in session.get_outputs()}
+    wrong |= outputs ^ {LOGITS_OUTPUT, *(cache.output for cache in engine.caches)}
+    if wrong:
+        raise StoreError(
+            f"the engine's inputs and outputs are not those of its manifest ({', '.join(sorted(wrong)[:8])}). "
+            "Install the version again"
+        )
+    return tuple(name for name in STEP_INPUTS if name in present)
+
+
+def _check_supported(engine: Engine) -> None:
+    if engine.mode != "canonical":
+        raise MachineError(f"the engine is in {engine.mode} mode, which this residentd cannot run. Upgrade residentd")
+    if not _has_query_lengths():
+        raise MachineError(
+            f"this version needs ONNX Runtime {ORT_VERSION_MIN} or newer (GroupQueryAttention with query_seqlens); "
+            f"{ort.__version__} is installed. Upgrade onnxruntime"
+        )
+
+
+def _has_query_lengths() -> bool:
+    """Whether the installed GroupQueryAttention takes query_seqlens: its schema knows, whatever the version."""
+    schemas = (schema for schema in get_all_operator_schema() if schema.name == "GroupQueryAttention")
+    return any(value.name == "query_seqlens" for schema in schemas for value in schema.inputs)
+
+
+def _check_memory(engine: Engine, need: MemoryNeed, available: int) -> None:
+    if need.total <= available:
+        return
+    limits = engine.limits
+    fits = (available - need.total + need.caches) * limits.context // max(need.caches, 1) // 64 * 64
+    smaller = f"install it with --context {fits} or fewer --slots, " if fits > 0 else ""
+    parts = (
+        f"weights {need.weights // MIB:,}, KV caches {need.caches // MIB:,} for {limits.slots} slots of "
+        f"{limits.context:,} tokens, logits {need.logits // MIB:,}, working space {need.workspace // MIB:,}"
+    )
+    raise MachineError(
+        f"loading needs {need.total // MIB:,} MiB ({parts}); {available // MIB:,} MiB are available, "
+        f"{(need.total - available) // MIB + 1:,} MiB too few. Unload another model, {smaller}or add memory"
+    )
+
+
+def _cache_memory(cache: CacheTensor, slots: int, positions: int) -> Array:
+    # Filled, not only reserved: a machine without the memory refuses here, not in the middle of somebody's answer.
+    return np.full((slots, cache.heads, positions, cache.dim), 0, _dtype(cache))
+
+
+def _dtype(cache: CacheTensor) -> type[np.floating[Any]]:
+    dtype = CACHE_DTYPES.get(cache.dtype)
+    if dtype is None:
+        raise MachineError(f"KV caches of {cache.dtype} cannot be run on the CPU. Install the version as fp32")
+    return dtype
+
+
+def _bind_input(io: Any, name: str, array: Array) -> None:
+    io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _step_error(plan: StepPlan, error: Exception) -> MachineError:
+    """Out of memory may pass, and K/V written so far lie beyond every row's start; anything else ends the backend."""
+    text = _first_line(error)
+    if isinstance(error, MemoryError) or any(mark in text for mark in OUT_OF_MEMORY_MARKS):
+        return StepRetryableError(f"step {plan.step} of {plan.tokens_count} tokens ran out of memory ({text})")
+    return BackendLostError(f"ONNX Runtime failed in step {plan.step} ({text})")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residentd.backend.steps import StepArranger, runs_that_fit
+from residentd.backend.steps import StepArranger, queries_count, runs_that_fit
 from residentd.types import Limits, RequestId, Row
 
 LIMITS = Limits(slots=5, capacity=32, step_tokens_max=24, vocab=100)
@@ -28,9 +28,9 @@ def steps(draw: st.DrawFn) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def by_the_contract(rows: tuple[Row, ...], queries_min: int) -> dict[str, np.ndarray]:
+def by_the_contract(rows: tuple[Row, ...], *, exact: bool) -> dict[str, np.ndarray]:
     """Every array spelled out element by element, as the engine's contract words it."""
-    queries = {row.slot: max(len(row.tokens), queries_min) for row in rows}
+    queries = {row.slot: len(row.tokens) + (exact and len(row.tokens) in {1, 9, 17}) for row in rows}
     width, used = max(queries.values()), max(queries) + 1
     arrays = {
         "input_ids": [token for row in rows for token in row.tokens],
@@ -55,14 +55,14 @@ def by_the_contract(rows: tuple[Row, ...], queries_min: int) -> dict[str, np.nda
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("queries_min", [1, 2])
+@pytest.mark.parametrize("exact", [False, True])
 @given(plans=st.lists(steps(), min_size=1, max_size=4))
-def test_arrays_are_those_of_the_contract(plans: list[tuple[Row, ...]], queries_min: int) -> None:
+def test_arrays_are_those_of_the_contract(plans: list[tuple[Row, ...]], exact: bool) -> None:  # noqa: FBT001
     """For any rows, and whatever was arranged in the same buffers before."""
-    arranger = StepArranger(LIMITS, queries_min=queries_min)
+    arranger = StepArranger(LIMITS, exact=exact)
     for rows in plans:
         arrays = arranger.arrange(rows)
-        expected = by_the_contract(rows, queries_min)
+        expected = by_the_contract(rows, exact=exact)
         for field in fields(arrays):
             found = getattr(arrays, field.name)
             np.testing.assert_array_equal(found, expected[field.name], err_msg=field.name)
@@ -73,7 +73,7 @@ def test_arrays_are_those_of_the_contract(plans: list[tuple[Row, ...]], queries_
 
 def test_the_limits_themselves_are_allowed() -> None:
     """All slots, step_tokens_max tokens and a slot filled to its last position are one step."""
-    arranger = StepArranger(LIMITS, queries_min=2)
+    arranger = StepArranger(LIMITS, exact=True)
     full = Row(RequestId(0), 0, LIMITS.capacity - 20, tuple(range(20)), samples=True)
     others = [Row(RequestId(slot), slot, 0, (1,), samples=True) for slot in range(1, LIMITS.slots)]
     arrays = arranger.arrange([full, *others])
@@ -100,14 +100,14 @@ def test_rows_outside_the_limits_are_our_own_bug(rows: list[tuple[int, int, int]
         StepArranger(LIMITS).arrange(made)
 
 
-@pytest.mark.parametrize("queries_min", [1, 2])
+@pytest.mark.parametrize("exact", [False, True])
 @given(rows=steps())
-def test_runs_fit_and_hold_every_row_once(rows: tuple[Row, ...], queries_min: int) -> None:
+def test_runs_fit_and_hold_every_row_once(rows: tuple[Row, ...], exact: bool) -> None:  # noqa: FBT001
     """In every run each row's start plus the run's width is within the memory; no row is lost, doubled or changed."""
-    capacity = LIMITS.capacity + queries_min - 1
-    runs = runs_that_fit(rows, capacity, queries_min=queries_min)
+    capacity = LIMITS.capacity + exact
+    runs = runs_that_fit(rows, capacity, exact=exact)
     for run in runs:
-        width = max(queries_min, *(len(row.tokens) for row in run))
+        width = max(queries_count(len(row.tokens), exact=exact) for row in run)
         assert all(row.start + width <= capacity for row in run)
     assert sorted(row.slot for run in runs for row in run) == sorted(row.slot for row in rows)
     assert {row for run in runs for row in run} == set(rows)
@@ -120,5 +120,5 @@ def test_a_plan_that_fits_is_one_run() -> None:
     def decode(start: int) -> Row:
         return Row(RequestId(1), 1, start, (1,), samples=True)
 
-    assert runs_that_fit([decode(25), wide], 33, queries_min=2) == ((decode(25), wide),)
-    assert runs_that_fit([decode(26), wide], 33, queries_min=2) == ((wide,), (decode(26),))
+    assert runs_that_fit([decode(25), wide], 33, exact=True) == ((decode(25), wide),)
+    assert runs_that_fit([decode(26), wide], 33, exact=True) == ((wide,), (decode(26),))

@@ -172,6 +172,16 @@ def test_a_refusal_is_told_at_once() -> None:
     assert {finished.refusal for finished in refused} == {Refusal.FULL}
 
 
+def test_parameters_that_cannot_be_sampled_end_that_request_only() -> None:
+    """What the sampler refuses is a refusal, not the end of the worker."""
+    bench = Bench()
+    bad = Request(RequestId(1), (1,), SamplingParams(tokens_max=5, stop_ids=frozenset({LIMITS.vocab})))
+    bench.loop.turn([Submit(bad), Submit(request(2))])
+    bench.run()
+    assert [finished.refusal for finished in bench.events[0].finished] == [Refusal.INVALID]
+    assert len(bench.tokens_of(2)) == 20
+
+
 def test_an_idle_engine_answers_a_ping_with_a_real_step() -> None:
     """A canary step runs before the pong, and disturbs nothing."""
     bench = Bench()

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 from resident.v1 import inference_pb2, inference_pb2_grpc
 from support.daemon import Daemon, running
+from support.installed import EXPORTS, install
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 ARCHITECTURES = ("llama", "smollm2", "tinyllama", "mistral", "qwen2", "qwen3")
@@ -36,19 +35,13 @@ def goldens_of(model: str, path: Path) -> list[Golden]:
     return [Golden(model, tuple(entry["prompt_ids"]), tuple(entry["greedy_ids"])) for entry in prompts]
 
 
-def install(source: Path, state: Path, name: str, *options: str) -> None:
-    command = [sys.executable, "-m", "residentd_build", source, "--state", state, "--name", name, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, list[Golden]]]:
     state = tmp_path_factory.mktemp("tiny")
     goldens = []
     for name in ARCHITECTURES:
-        install(FIXTURES / "exports" / name, state, name, "--slots", "5", "--step-tokens", "48")
-        goldens += goldens_of(name, FIXTURES / "exports" / name / "goldens.json")
+        install(EXPORTS / name, state, name, "--slots", "5", "--step-tokens", "48")
+        goldens += goldens_of(name, EXPORTS / name / "goldens.json")
     config = "[engine]\nthreads = 1\nprefill_tokens_max = 40\n"
     with running(state, config=config, models=len(ARCHITECTURES)) as daemon:
         yield daemon, goldens

@@ -98,8 +98,8 @@ class OnnxRuntimeBackend:
         options = options or RuntimeOptions()
         self._session = _session(directory / engine.path, options)
         self._inputs = _step_inputs(self._session, engine)
-        self._queries_min = 2 if options.exact else 1
-        self._arranger = StepArranger(self._limits, queries_min=self._queries_min)
+        self._exact = options.exact
+        self._arranger = StepArranger(self._limits, exact=self._exact)
         self._positions = limits.context + 1  # the last is for a repeated query at the context's end; nobody reads it
         self._caches = {cache.input: _cache_memory(cache, limits.slots, self._positions) for cache in engine.caches}
         self._cache_names = {cache.input: cache.output for cache in engine.caches}
@@ -117,7 +117,7 @@ class OnnxRuntimeBackend:
         return tuple(self._caches.values())
 
     def step(self, plan: StepPlan) -> Logits:
-        runs = runs_that_fit(plan.rows, self._positions, queries_min=self._queries_min)
+        runs = runs_that_fit(plan.rows, self._positions, exact=self._exact)
         try:
             if len(runs) == 1:
                 return self._run(plan.rows)

@@ -35,7 +35,18 @@ class StepArrays:
         return int(self.query_lengths.shape[0])
 
 
-def runs_that_fit(rows: Sequence[Row], capacity: int, *, queries_min: int) -> tuple[tuple[Row, ...], ...]:
+LONE_QUERY_PERIOD = 8
+"""A query stands alone where its row's length is 1 past a multiple of the kernel's block of queries: twice the head
+size, or what fits the cache (onnxruntime gqa_attention_base.h, 1.32). 8 divides that for every model met so far; the tests of
+built engines compare bits."""
+
+
+def queries_count(length: int, *, exact: bool) -> int:
+    """Queries that a row of `length` tokens asks."""
+    return length + (exact and length % LONE_QUERY_PERIOD == 1)
+
+
+def runs_that_fit(rows: Sequence[Row], capacity: int, *, exact: bool) -> tuple[tuple[Row, ...], ...]:
     """`rows` in as few runs as keep every row's start plus its run's width within `capacity`; nearly always one.
 
     ONNX Runtime refuses a run whose padding would not fit behind a slot's cached tokens, though it writes none of it.
@@ -44,7 +55,7 @@ def runs_that_fit(rows: Sequence[Row], capacity: int, *, queries_min: int) -> tu
     runs: list[tuple[Row, ...]] = []
     left = tuple(rows)
     while left:
-        width = max(queries_min, *(len(row.tokens) for row in left))
+        width = max(queries_count(len(row.tokens), exact=exact) for row in left)
         if max(row.start for row in left) + width <= capacity:
             return (*runs, left)
         runs.append(tuple(row for row in left if row.start + width <= capacity))
@@ -56,20 +67,19 @@ def runs_that_fit(rows: Sequence[Row], capacity: int, *, queries_min: int) -> tu
 class StepArranger:
     """Arranges plans within `limits`. Owns its buffers; nothing is allocated per step in proportion to the model.
 
-    With `queries_min` 2, a row of one token asks twice: the copy's K/V lands one position past the row's end and its
-    answer is dropped. ONNX Runtime multiplies one query by another kernel than several, which rounds differently
-    (|Δlogit| 5e-5 on SmolLM2-135M, 1.32.0); asking twice makes decode, chunks of any size and mixed steps bit-equal.
+    `exact`: where ONNX Runtime would take a row's last query alone, it is asked twice; the copy's K/V lands one place
+    past the row's end and its answer is dropped. One query is multiplied by another kernel than several, which rounds
+    differently (|Δlogit| 5e-5 on SmolLM2-135M, 1.32.0). Then decode, chunks of any size and mixed steps are bit-equal.
     """
 
-    def __init__(self, limits: Limits, *, queries_min: int = 1) -> None:
-        assert queries_min in {1, 2}, "there is one copy to make, or none"
+    def __init__(self, limits: Limits, *, exact: bool = False) -> None:
         tokens, slots = limits.step_tokens_max, limits.slots
         self._limits = limits
-        self._queries_min = queries_min
+        self._exact = exact
         self._ids = np.zeros((1, tokens), np.int64)
         self._positions = np.zeros((1, tokens), np.int64)
         self._unpack = np.zeros(tokens, np.int64)
-        self._pack = np.zeros(slots * max(tokens, queries_min), np.int64)
+        self._pack = np.zeros(slots * (tokens + exact), np.int64)
         self._query_lengths = np.zeros(slots, np.int32)
         self._seqlens_k = np.zeros(slots, np.int32)
         self._logits_index = np.zeros(slots, np.int64)
@@ -82,7 +92,7 @@ class StepArranger:
         starts = np.array([row.start for row in rows])
         self._check(slots, starts, lengths)
         last = lengths.cumsum() - 1
-        queries = np.maximum(lengths, self._queries_min)
+        queries = lengths + (lengths % LONE_QUERY_PERIOD == 1) if self._exact else lengths
         tokens, width = int(last[-1]) + 1, int(queries.max())
         used = int(slots.max()) + 1
 
@@ -96,7 +106,7 @@ class StepArranger:
         pack.fill(0)
         pack[unpack] = packed
         repeated = queries > lengths
-        pack[slots[repeated] * width + 1] = last[repeated]
+        pack[slots[repeated] * width + lengths[repeated]] = last[repeated]
 
         query_lengths, seqlens_k = self._query_lengths[:used], self._seqlens_k[:used]
         query_lengths.fill(0)

@@ -12,9 +12,9 @@ from residentd.backend.base import Backend
 from residentd.core.pacing import Pacer
 from residentd.core.scheduler import Scheduler
 from residentd.engine.link import Cancel, Events, FromWorker, Ping, Pong, Submit
-from residentd.errors import StepRetryableError
+from residentd.errors import CallerError, StepRetryableError
 from residentd.sampling import Sampler
-from residentd.types import Event, Finished, RequestId, Row, StepPlan, StepRecord, Token
+from residentd.types import Event, Finish, Finished, Refusal, Request, RequestId, Row, StepPlan, StepRecord, Token
 
 CANARY_ID: Final = RequestId(-1)
 """The row of a canary step. It goes to slot 0 of an idle engine, whose content nobody needs any more."""
@@ -63,14 +63,19 @@ class Loop:
     def _accept(self, frame: Submit | Cancel | Ping) -> None:
         match frame:
             case Submit(request):
-                refused = self._scheduler.submit(request)
-                if not refused:
-                    self._sampler.add(request)
-                self._publish(refused, None)
+                self._publish(self._submit(request), None)
             case Cancel(request_id, reason):
                 self._publish(self._scheduler.cancel(request_id, reason), None)
             case Ping():
                 pass  # answered after this turn's step
+
+    def _submit(self, request: Request) -> list[Event]:
+        """Admit, or answer why not. What ends here is taken out of the sampler again when it is published."""
+        try:
+            self._sampler.add(request)
+        except CallerError as error:
+            return [Finished(request.id, Finish.REJECTED, str(error), Refusal.INVALID)]
+        return self._scheduler.submit(request)
 
     def _step(self, plan: StepPlan) -> None:
         started_ns = self._clock_ns()

@@ -1,0 +1,163 @@
+"""The compiler as a subprocess, for a machine where no daemon runs. It is never imported: see design.md, section 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from resident.v1.admin_pb2 import InstallProgress, InstallRequest, Version
+from residentd.cli.exits import ExitCode, Failure, Problem
+from residentd.cli.formats import plural
+
+LINE_BYTES_MAX = 1 << 20
+LINES_MAX = 1_000_000
+EXIT_S_MAX = 60.0  # from the last line of its output to its end
+CANCEL_S_MAX = 60.0
+PATIENCE_S = 2.0
+TAIL_BYTES_MAX = 4096  # of what it wrote to stderr
+
+_EXIT_BY_KIND: Mapping[str, ExitCode] = MappingProxyType(
+    {
+        "source": ExitCode.SOURCE_REFUSED,
+        "accuracy": ExitCode.ACCURACY,
+        "machine": ExitCode.MACHINE,
+        "usage": ExitCode.USAGE,
+        "operator": ExitCode.USAGE,
+        "cancelled": ExitCode.INTERRUPTED,
+    }
+)
+
+
+def command_line(request: InstallRequest, state: Path) -> list[str]:
+    numbers = {"--context": request.context, "--slots": request.slots, "--step-tokens": request.step_tokens}
+    given = [word for option, value in numbers.items() if value for word in (option, str(value))]
+    keep = ["--keep-active"] if request.keep_active else []
+    module = [sys.executable, "-m", "residentd_build", request.directory]
+    return [*module, "--state", str(state), "--name", request.name, *given, *keep, "--json"]
+
+
+def build(words: list[str]) -> Generator[InstallProgress, None, None]:
+    """Run the compiler; yields its progress, the installed version last.
+
+    Raises Failure with what it reports. On Ctrl-C, or when the iteration is left early, it gets one SIGTERM and
+    is waited for, so that it can remove what it had staged.
+    """
+    with tempfile.TemporaryFile() as messages, _started(words, messages) as process:
+        last: dict[str, Any] = {}
+        try:
+            for last in _events(process):
+                if last["event"] in {"progress", "installed"}:
+                    yield _progress(last)
+        except (KeyboardInterrupt, GeneratorExit):
+            _cancel(process)
+            raise
+        if last.get("event") != "installed":
+            raise _failure(last, process.returncode, _last_line(messages))
+
+
+def _started(words: list[str], messages: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=messages,  # not the terminal, where a library's warning would tear the progress bar
+        process_group=0,  # Ctrl-C in the terminal reaches us alone; we pass it on once
+    )
+
+
+def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """What the compiler reports, until it has ended."""
+    assert process.stdout is not None
+    for _ in range(LINES_MAX):
+        line = process.stdout.readline(LINE_BYTES_MAX)
+        if not line:
+            break
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # a library printed to stdout: not ours to show
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            yield event
+    try:
+        process.wait(EXIT_S_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _progress(event: dict[str, Any]) -> InstallProgress:
+    if event["event"] == "progress":
+        return InstallProgress(
+            stage=str(event.get("stage", "")),
+            fraction=float(event.get("fraction", 0.0)),
+            message=str(event.get("message", "")),
+        )
+    return InstallProgress(stage="done", fraction=1.0, installed=_version(event))
+
+
+def _version(event: dict[str, Any]) -> Version:
+    """The event's fields that a Version has, under the same names; the event calls the number `version`."""
+    names = {field.name for field in Version.DESCRIPTOR.fields}
+    return Version(**{name: event[name] for name in event if name in names}, number=int(event.get("version", 0)))
+
+
+def _cancel(process: subprocess.Popen[bytes]) -> None:
+    """Ask the compiler to stop, and wait while it cleans up. Raises Failure where it had to be killed.
+
+    Another Ctrl-C kills it, but not at once: impatient fingers and `timeout` send several that mean one.
+    """
+    process.send_signal(signal.SIGTERM)  # handled as SIGINT is, and quiet while it still starts
+    asked_s = time.monotonic()
+    while True:
+        try:
+            process.wait(max(0.0, asked_s + CANCEL_S_MAX - time.monotonic()))
+        except KeyboardInterrupt:
+            if time.monotonic() < asked_s + PATIENCE_S:
+                continue
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            return
+        process.kill()
+        raise Failure(
+            "cancelled; the compiler did not stop and was killed. The next start removes what it had staged",
+            code=ExitCode.INTERRUPTED,
+        )
+
+
+def _failure(event: dict[str, Any], status: int, last_line: str) -> Failure:
+    if event.get("event") != "failed":
+        ended = f"signal {-status}" if status < 0 else f"status {status}"
+        why = f": {last_line}" if last_line else ""
+        return Failure(
+            f"the compiler ended with {ended} before it was done{why}. Nothing was installed; try again",
+            code=ExitCode.MACHINE,
+        )
+    problems = tuple(_problem(finding) for finding in event.get("findings") or ())
+    message = str(event.get("message", "")) or "the compiler failed without saying why"
+    if problems:
+        message = (
+            f"the source cannot be installed: {plural(len(problems), 'finding')}. Put right what is listed, then retry"
+        )
+    return Failure(message, code=_EXIT_BY_KIND.get(str(event.get("kind")), ExitCode.FAILED), problems=problems)
+
+
+def _last_line(messages: IO[bytes]) -> str:
+    """The last thing that the compiler said, such as the exception of its traceback."""
+    messages.seek(max(0, messages.seek(0, os.SEEK_END) - TAIL_BYTES_MAX))
+    lines = messages.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _problem(finding: Mapping[str, Any]) -> Problem:
+    what, where, remedy = (str(finding.get(name, "")) for name in ("what", "where", "remedy"))
+    return Problem(where=where, text=f"{what}. {remedy}")

@@ -16,8 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from residentd.core.pacing import Pacer, Profile
+from residentd.core.scheduler import Policy, Scheduler
+from residentd.engine.link import Submit, encode
+from residentd.engine.loop import Loop
 from residentd.sampling import Sampler
-from residentd.types import Request, RequestId, SamplingParams
+from residentd.types import Limits, Request, RequestId, SamplingParams, StepPlan
 
 VOCAB = 49_152
 PROMPT_TOKENS = 200
@@ -116,8 +120,40 @@ def everything() -> Case:
     return sampling_case("sampling, top_p, penalties, logprobs", 16, params)
 
 
+class IdleBackend:
+    """Answers every step with the same logits: what is measured is everything around the model."""
+
+    def __init__(self, rows: int) -> None:
+        self.limits = Limits(slots=rows, capacity=1 << 20, step_tokens_max=1 << 15, vocab=VOCAB)
+        self._logits = model_like_logits(rows)
+
+    def step(self, plan: StepPlan) -> Logits:
+        return self._logits[: sum(row.samples for row in plan.rows)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def whole_step() -> Case:
+    """Expire, plan, sample, commit and the encoded frame of events: one turn of the worker's loop."""
+    rows = 128
+    backend = IdleBackend(rows)
+    loop = Loop(
+        backend=backend,
+        scheduler=Scheduler(backend.limits, Policy(waiting_max=rows, waiting_tokens_max=1 << 20, retries_max=3)),
+        sampler=Sampler(VOCAB),
+        pacer=Pacer(profile=Profile.THROUGHPUT, prefill_tokens_max=1 << 15),
+        clock_ns=time.monotonic_ns,
+        emit=encode,
+    )
+    params = replace(GREEDY, tokens_max=1 << 19)
+    loop.turn([Submit(Request(RequestId(number), (1,) * PROMPT_TOKENS, params)) for number in range(rows)])
+    return Case("schedule + sample + emit, greedy", rows, lambda: loop.turn([]), bound_us=2000)
+
+
 CASES = (
     argmax_alone,
+    whole_step,
     greedy,
     greedy_logprobs,
     greedy_penalties,

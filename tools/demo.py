@@ -33,10 +33,10 @@ class Question:
 
 QUESTIONS = (
     Question("What is the capital of France?", ("paris",)),
-    Question("Explain gravity to a child in two sentences.", ("pull", "force", "earth", "fall")),
+    Question("Explain gravity to a child in two sentences.", ("gravity", "pull", "force", "fall")),
     Question("List three primary colors.", ("red", "blue", "yellow")),
     Question("Write two lines about the sea.", ("sea", "wave", "ocean", "blue")),
-    Question("Name four animals that live in the forest.", ("deer", "bear", "fox", "owl", "wolf", "squirrel", "bird")),
+    Question("What is the largest planet in the solar system?", ("jupiter", "planet", "sun")),
     Question("Why is sleep important?", ("sleep", "rest", "health", "body")),
     Question("Give me a short recipe for tomato soup.", ("tomato", "soup", "onion", "salt")),
     Question("What do plants need to grow?", ("water", "light", "sun", "soil")),

@@ -12,7 +12,10 @@ from residentd.config import Log
 
 def configure(log: Log) -> None:
     renderer: structlog.types.Processor
-    renderer = structlog.processors.JSONRenderer() if log.format == "json" else structlog.dev.ConsoleRenderer()
+    if log.format == "json":
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -1,0 +1,238 @@
+"""Text to token ids, with what the caller wrote kept apart from the model's control tokens.
+
+Two instances of one tokenizer.json share all ids. The `open` one reads control tokens wherever their text stands, as
+transformers does. In the `sealed` one every control token is named by a secret marker instead, in the vocabulary too:
+no text can produce its id, and the places where a template wrote one are handed over by that marker. Both encode the
+whole text in one go, so merges across the borders of messages are those that the model was trained with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import tokenizers
+from tokenizers.models import WordLevel
+
+from residentd.errors import CallerError, OperatorError
+from residentd.text.limits import TOKENIZER_BYTES_MAX
+from residentd.text.trace import Span, Spans
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+SPACE_MARK = "▁"
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Where a control token's text stands."""
+
+    start: int
+    end: int
+    id: int
+
+
+class Tokenizer:
+    """A tokenizer.json, loaded. Immutable; safe to use from several threads."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raise OperatorError if `data` is not a tokenizer.json that can be kept safe."""
+        if len(data) > TOKENIZER_BYTES_MAX:
+            raise OperatorError(
+                f"the tokenizer has {len(data):,} bytes; at most {TOKENIZER_BYTES_MAX:,} are read. "
+                "Install the model with its original tokenizer"
+            )
+        try:
+            self.inner = tokenizers.Tokenizer.from_buffer(data)
+            description = json.loads(data)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise OperatorError(f"the tokenizer cannot be read ({error}). Install the model again") from error
+        quieten(self.inner)
+        added = self.inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        names = [token["content"] for token in description["added_tokens"] if is_control(token)]
+        self._ids = {name: self._id_of(name) for name in names}
+        self._unknown_id = unknown_id(self.inner, description["model"])
+        nonce = secrets.token_hex(16)
+        self._markers = {name: f"\ue000{nonce}{index:x}\ue001" for index, name in enumerate(names)}
+        self._sealed = sealed(description, self._markers)
+        self._finder = finder(description, names)
+        self._check_sealed()
+
+    def _id_of(self, name: str) -> int:
+        found = self.inner.token_to_id(name)
+        assert found is not None, f"tokenizers dropped the added token {name!r}"
+        return found
+
+    def _check_sealed(self) -> None:
+        for name, marker in self._markers.items():
+            if self._sealed.token_to_id(marker) != self._ids[name]:
+                raise OperatorError(
+                    f"the tokenizer gives its added token {name!r} another number when it is renamed. "
+                    "Save it again with a current transformers, and install again"
+                )
+
+    @property
+    def control_ids(self) -> Mapping[str, int]:
+        """Every control token: special ones, and added ones that look like markup rather than text."""
+        return dict(self._ids)
+
+    def encode(self, text: str, *, specials: bool) -> list[int]:
+        """Ids of `text`; with `specials` its control tokens are read as such, else they are plain text. Adds no BOS."""
+        return encoded(self.inner if specials else self._sealed, text).ids
+
+    def encode_mixed(self, text: str, user_spans: Spans) -> list[int]:
+        """Ids of `text`, reading as control tokens only what stands wholly outside `user_spans`.
+
+        Equal to `encode(text, specials=True)` unless that would read something else as a control token as well.
+        """
+        controls = self.find_controls(text)
+        places = [(control.start, control.end) for control in controls]
+        if not overlap(places, user_spans):
+            encoding = encoded(self.inner, text)
+            if self._only(encoding, controls):
+                return encoding.ids
+        return encoded(self._sealed, self._marked(text, user_spans)).ids
+
+    def find_controls(self, text: str) -> list[Control]:
+        """The control tokens that stand in `text`: leftmost first, longest first, as tokenizers reads them."""
+        if not self._ids:
+            return []
+        encoding = encoded(self._finder, text)
+        places = zip(encoding.ids, encoding.offsets, strict=True)
+        return [Control(start, end, self._ids[text[start:end]]) for index, (start, end) in places if index]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The whole text of `ids` without special tokens: what a Detokenizer's deltas add up to.
+
+        tokenizers 0.23 itself writes special tokens that are marked as normalised.
+        """
+        return self.inner.decode([index for index in ids if index not in self.special_ids], skip_special_tokens=True)
+
+    def _only(self, encoding: tokenizers.Encoding, controls: Sequence[Control]) -> bool:
+        """Whether each control id of `encoding` stands where one of `controls` does."""
+        expected = iter(controls)
+        known = set(self._ids.values()) - {self._unknown_id}
+        offsets = encoding.offsets
+        for index, token in enumerate(encoding.ids):
+            if token in known:
+                start, end = offsets[index]  # with the blanks that an lstrip or rstrip token takes in
+                if not any(token == c.id and start <= c.start and c.end <= end for c in expected):
+                    return False
+        return True
+
+    def _marked(self, text: str, user_spans: Spans) -> str:
+        """`text` with the marker of each control token that stands in a stretch the caller did not write."""
+        names = {index: name for name, index in self._ids.items()}
+        parts: list[str] = []
+        written = 0
+        for start, end in gaps(user_spans, len(text)):
+            for control in self.find_controls(text[start:end]):
+                parts += (text[written : start + control.start], self._markers[names[control.id]])
+                written = start + control.end
+        return "".join((*parts, text[written:]))
+
+
+def is_control(token: Mapping[str, Any]) -> bool:
+    """Whether an added token is for control: what a caller's text must never become.
+
+    Tokens that are not marked special are taken for text when they are words, runs of blanks or one character (Gemma
+    and GPT-NeoX add line breaks and indents, some models add letters). `<think>` or `<|User|>` is control, special or
+    not. Byte tokens are neither.
+    """
+    content = token["content"]
+    if BYTE_TOKEN.fullmatch(content) or not content:
+        return False
+    wordlike = all(char.isalnum() or char.isspace() or char == SPACE_MARK for char in content)
+    return bool(token["special"]) or not (wordlike or len(content) == 1)
+
+
+def quieten(inner: tokenizers.Tokenizer) -> None:
+    """A prompt is never cut or padded silently, whatever the file says."""
+    inner.no_truncation()
+    inner.no_padding()
+
+
+def encoded(inner: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    try:
+        return inner.encode(text, add_special_tokens=False)
+    except TypeError as error:  # lone surrogates
+        raise CallerError("the text is not valid Unicode: it holds half of a surrogate pair. Send UTF-8") from error
+
+
+def unknown_id(inner: tokenizers.Tokenizer, model: Mapping[str, Any]) -> int | None:
+    """The id that the model itself gives to text it has no token for."""
+    if isinstance(model.get("unk_id"), int):
+        return int(model["unk_id"])
+    name = model.get("unk_token")
+    return inner.token_to_id(name) if isinstance(name, str) else None
+
+
+def sealed(description: Mapping[str, Any], markers: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """The tokenizer of `description` with each name in `markers` replaced by its marker, ids unchanged."""
+    added = [
+        token
+        | {"content": markers.get(token["content"], token["content"])}
+        | ({"normalized": False, "single_word": False} if token["content"] in markers else {})
+        for token in description["added_tokens"]
+        if not BYTE_TOKEN.fullmatch(token["content"])
+    ]
+    changed = {
+        **description,
+        "added_tokens": added,
+        "model": renamed_model(description["model"], markers),
+        "post_processor": None,
+    }
+    inner = tokenizers.Tokenizer.from_str(json.dumps(changed))
+    quieten(inner)
+    return inner
+
+
+def renamed_model(model: Mapping[str, Any], markers: Mapping[str, str]) -> dict[str, Any]:
+    """`model` with each name in `markers` replaced, and without the merges that would make one of them."""
+    changed = dict(model)
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, Mapping):
+        changed["vocab"] = {markers.get(name, name): index for name, index in vocabulary.items()}
+    else:  # Unigram: [name, score], the id is the place
+        changed["vocab"] = [[markers.get(name, name), score] for name, score in vocabulary]
+    if isinstance(model.get("unk_token"), str):
+        changed["unk_token"] = markers.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        changed["merges"] = [merge for merge in model["merges"] if not merges_into(merge, markers)]
+    return changed
+
+
+def merges_into(merge: str | Sequence[str], names: Mapping[str, str]) -> bool:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left + right in names or left in names or right in names
+
+
+def finder(description: Mapping[str, Any], names: Sequence[str]) -> tokenizers.Tokenizer:
+    """A tokenizer that knows nothing but `names`: everything between them is id 0."""
+    inner = tokenizers.Tokenizer(WordLevel({"": 0}, unk_token=""))
+    flags = {token["content"]: token["single_word"] for token in description["added_tokens"]}
+    inner.add_tokens([tokenizers.AddedToken(name, single_word=flags[name], normalized=False) for name in names])
+    return inner
+
+
+def overlap(left: Sequence[Span], right: Sequence[Span]) -> bool:
+    """Whether a span of `left` shares a character with one of `right`. Both ascend."""
+    waiting = iter(right)
+    span = next(waiting, None)
+    for start, end in left:
+        while span is not None and span[1] <= start:
+            span = next(waiting, None)
+        if span is not None and span[0] < end:
+            return True
+    return False
+
+
+def gaps(spans: Spans, length: int) -> list[Span]:
+    """What lies between `spans` in a text of `length` characters."""
+    edges = [0, *chain.from_iterable(spans), length]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

@@ -1,0 +1,193 @@
+"""`python -m residentd_build SOURCE --state DIR --name NAME`: compile an export and publish it as a version.
+
+With --json every line on stdout is one event:
+
+    {"event": "progress", "stage": "validate", "fraction": 0.1, "message": "…"}
+    {"event": "installed", "name": "…", "version": 3, "digest": "…", "agreement": {…}, …}      the last line, or
+    {"event": "failed", "kind": "source", "message": "…", "findings": [{"what", "where", "remedy"}, …]}
+
+Exit codes: 0 installed; 1 our own fault; 2 usage; 3 the source is refused; 4 the engine does not reproduce its export;
+5 the machine lacks memory, disk or a library; 130 cancelled by SIGINT or SIGTERM, with nothing left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from residentd.errors import AccuracyError, MachineError, OperatorError, ResidentError, SourceError
+from residentd.models.registry import Registry
+from residentd.models.store import Store
+from residentd_build.options import SLOTS_DEFAULT, STEP_TOKENS_DEFAULT, Options, OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import FrameType
+
+    from residentd.models.manifest import Manifest
+
+EXIT_CANCELLED = 130
+# Most specific first: the first type that an error is an instance of decides.
+KINDS: tuple[tuple[type[ResidentError], str], ...] = (
+    (SourceError, "source"),
+    (AccuracyError, "accuracy"),
+    (OptionsError, "usage"),
+    (OperatorError, "operator"),
+    (MachineError, "machine"),
+)
+EXIT_BY_KIND: Mapping[str, int] = MappingProxyType(
+    {"internal": 1, "usage": 2, "operator": 2, "source": 3, "accuracy": 4, "machine": 5, "cancelled": EXIT_CANCELLED}
+)
+
+
+class CancelledError(BaseException):
+    """A signal asked us to stop. Not an Exception, so that no handler for failures takes it for one."""
+
+
+class Reporter:
+    """Writes events to stdout, as JSON lines or for a person."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self._is_json = is_json
+        self._stage = ""
+
+    def progress(self, stage: str, fraction: float, message: str) -> None:
+        if self._is_json:
+            self._write({"event": "progress", "stage": stage, "fraction": round(fraction, 4), "message": message})
+        elif stage != self._stage:
+            print(f"{fraction:4.0%}  {stage}: {message}", flush=True)
+        self._stage = stage
+
+    def installed(self, manifest: Manifest, number: int, *, is_active: bool) -> None:
+        if self._is_json:
+            self._write(installed_event(manifest, number, is_active=is_active))
+            return
+        agreement = manifest.agreement
+        for line in manifest.build.passes:
+            print(f"      {line}")
+        print(
+            f"100%  installed {manifest.name}@{number}, digest {manifest.digest[:12]}: largest logit difference to the "
+            f"export {agreement.logit_diff_max:.2g} of {agreement.logit_diff_bound:.2g} allowed, "
+            f"{agreement.greedy_equal} of {agreement.greedy_total} greedy tokens equal"
+        )
+
+    def failed(self, kind: str, error: BaseException) -> None:
+        findings = (
+            [msgspec.to_builtins(finding) for finding in error.findings] if isinstance(error, SourceError) else []
+        )
+        if self._is_json:
+            self._write({"event": "failed", "kind": kind, "message": str(error), "findings": findings})
+            return
+        print(f"not installed: {error}", file=sys.stderr)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        print(json.dumps(event, ensure_ascii=False), flush=True)
+
+
+def installed_event(manifest: Manifest, number: int, *, is_active: bool) -> dict[str, Any]:
+    """Everything that a listing of the version shows."""
+    engine, agreement = manifest.content.engine, msgspec.to_builtins(manifest.agreement)
+    return {
+        "event": "installed",
+        "name": manifest.name,
+        "version": number,
+        "digest": manifest.digest,
+        "architecture": manifest.content.architecture,
+        "target": engine.target,
+        "precision": engine.precision,
+        "mode": engine.mode,
+        "mode_reason": engine.mode_reason,
+        "context": engine.limits.context,
+        "slots": engine.limits.slots,
+        "bytes": sum(file.bytes for file in manifest.content.files.values()),
+        "created": manifest.build.created,
+        "active": is_active,
+        **agreement,
+        "agreement": agreement,
+        "seconds": manifest.build.seconds,
+        "passes": list(manifest.build.passes),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = _parser().parse_args(arguments)
+    reporter = Reporter(is_json=parsed.json)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _cancel)
+    try:
+        _install(parsed, reporter)
+    except ResidentError as error:
+        kind = next((name for kind, name in KINDS if isinstance(error, kind)), "internal")
+        reporter.failed(kind, error)
+        return EXIT_BY_KIND[kind]
+    except MemoryError:
+        reporter.failed("machine", MachineError("the machine ran out of memory. Free some, or build on a larger one"))
+        return EXIT_BY_KIND["machine"]
+    except CancelledError as error:
+        reporter.failed("cancelled", error)
+        return EXIT_CANCELLED
+    except Exception as error:  # noqa: BLE001 - the last event must come whatever happened; the trace goes to stderr
+        traceback.print_exc()
+        reporter.failed("internal", error)
+        return EXIT_BY_KIND["internal"]
+    return 0
+
+
+def _install(parsed: argparse.Namespace, reporter: Reporter) -> None:
+    options = Options(parsed.name, parsed.context, parsed.slots, parsed.step_tokens)
+    from residentd_build.pipeline import build  # noqa: PLC0415 - a wrong option is refused before a second of imports
+
+    store = Store(parsed.state)
+    store.sweep()
+    with store.staging() as stage:
+        manifest = build(parsed.source, stage.path, options, reporter.progress, store.check_room)
+        # From here on the version is whole or absent, and registered if whole: a signal would only confuse which.
+        _ignore_signals()
+        store.publish(stage, manifest)
+    registry = Registry(parsed.state)
+    try:
+        version = registry.add_version(manifest.name, manifest.digest, activate=not parsed.keep_active)
+    finally:
+        registry.close()
+    reporter.installed(manifest, version, is_active=not parsed.keep_active)
+
+
+def _cancel(_number: int, _frame: FrameType | None) -> None:
+    _ignore_signals()  # a second one must not interrupt the cleaning up
+    raise CancelledError("cancelled; nothing was installed")
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="residentd_build",
+        description="Compile the ONNX export of a language model for this machine and publish it as a version.",
+        epilog="Exit codes: 0 installed, 1 our fault, 2 usage, 3 source refused, 4 accuracy, 5 machine, 130 cancelled.",
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="directory as optimum-cli export onnx writes it")
+    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="state directory of the daemon")
+    parser.add_argument("--name", required=True, help="model name to install the version under")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens a slot holds (the model's own, at most 2048)")
+    parser.add_argument("--slots", type=int, default=SLOTS_DEFAULT, metavar="N", help="sequences at once (%(default)s)")
+    parser.add_argument(
+        "--step-tokens", type=int, default=STEP_TOKENS_DEFAULT, metavar="N", help="tokens in one step (%(default)s)"
+    )
+    parser.add_argument("--keep-active", action="store_true", help="leave the model's active version as it is")
+    parser.add_argument("--json", action="store_true", help="one JSON event a line on stdout")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

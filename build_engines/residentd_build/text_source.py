@@ -1,0 +1,173 @@
+"""The text side of an export: tokenizer, chat template, special tokens, sampling defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from residentd.errors import Finding
+from residentd.models.manifest import SamplingDefaults
+from residentd_build.source import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TextSource,
+)
+
+Json = Mapping[str, Any]
+
+REBUILDS_POST_PROCESSOR = ("Llama", "CodeLlama", "Gemma", "Cohere")
+"""Tokenizer classes of transformers whose add_bos_token overrides what tokenizer.json says (update_post_processor)."""
+FIX_TOKENIZER = "Save the tokenizer again with transformers' save_pretrained, from the model's own tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Parsed files of a source directory; an absent optional file is an empty mapping."""
+
+    config: Json
+    generation: Json
+    tokenizer_config: Json
+    special_tokens: Json
+    tokenizer_json: bytes
+    chat_template_file: str | None
+
+
+def read_text(files: TextFiles) -> tuple[TextSource | None, list[Finding], int]:
+    """The text side, what is wrong with it, and the highest token id plus one."""
+    tokenizer, findings = _tokenizer(files.tokenizer_json)
+    if tokenizer is None:
+        return None, findings, 0
+    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    bos_token, bos_id = _special(files, tokenizer, "bos", findings)
+    eos_token, eos_id = _special(files, tokenizer, "eos", findings)
+    eos_ids = _eos_ids(files, eos_id, findings)
+    template = files.chat_template_file
+    if template is None:
+        template = _template_in_config(files.tokenizer_config, findings)
+    text = TextSource(
+        tokenizer_json=files.tokenizer_json,
+        chat_template=template,
+        bos_id=bos_id,
+        bos_token=bos_token,
+        eos_token=eos_token or (tokenizer.id_to_token(eos_ids[0]) or "" if eos_ids else ""),
+        adds_bos=bos_id is not None and _adds_bos(files.tokenizer_config, tokenizer, bos_id),
+        eos_ids=eos_ids,
+    )
+    return text, findings, vocab
+
+
+def read_sampling(generation: Json) -> tuple[SamplingDefaults, list[Finding]]:
+    """generation_config.json's defaults. do_sample false means greedy; what it leaves out is off."""
+    findings: list[Finding] = []
+    found: dict[str, Any] = {}
+    for name, (low, high, is_whole) in _SAMPLING_RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
+        if isinstance(value, bool) or not is_number or not low <= value <= high:
+            kind = "whole number" if is_whole else "number"
+            what = f"{name} is {json.dumps(value)}; a {kind} from {low:g} to {high:g} is expected"
+            findings.append(Finding(what, GENERATION_FILE, "Correct it, or remove it to have it off"))
+        else:
+            found[name] = int(value) if is_whole else float(value)
+    found["top_k"] = max(found.get("top_k", 0), 0)
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return SamplingDefaults(**found), findings
+
+
+_SAMPLING_RANGES: Mapping[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 100.0, False),
+    "top_k": (-1, 1 << 24, True),  # -1 and 0: off
+    "top_p": (1e-9, 1.0, False),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (1e-3, 1e3, False),
+}
+
+
+def _tokenizer(data: bytes) -> tuple[Tokenizer | None, list[Finding]]:
+    try:
+        return Tokenizer.from_buffer(data), []
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        return None, [Finding(f"the tokenizer cannot be read ({_short(error)})", TOKENIZER_FILE, FIX_TOKENIZER)]
+
+
+def _special(files: TextFiles, tokenizer: Tokenizer, name: str, findings: list[Finding]) -> tuple[str, int | None]:
+    """Text and id of the BOS or EOS token: by the tokenizer's configuration, else by the model's."""
+    for where, mapping in (
+        (TOKENIZER_CONFIG_FILE, files.tokenizer_config),
+        (SPECIAL_TOKENS_FILE, files.special_tokens),
+    ):
+        token = mapping.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if content is None:
+            continue
+        index = tokenizer.token_to_id(content) if isinstance(content, str) else None
+        if index is None:
+            findings.append(
+                Finding(f"{name}_token {content!r} is not in the tokenizer's vocabulary", where, FIX_TOKENIZER)
+            )
+            return "", None
+        return content, index
+    for mapping in (files.config, files.generation):
+        index = mapping.get(f"{name}_token_id")
+        token = tokenizer.id_to_token(index) if isinstance(index, int) and not isinstance(index, bool) else None
+        if token is not None:
+            return str(token), index
+    return "", None
+
+
+def _eos_ids(files: TextFiles, named: int | None, findings: list[Finding]) -> tuple[int, ...]:
+    """The union of every configuration that names an end of sequence."""
+    found = set() if named is None else {named}
+    for where, mapping in ((CONFIG_FILE, files.config), (GENERATION_FILE, files.generation)):
+        value = mapping.get("eos_token_id")
+        for index in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+                found.add(index)
+            else:
+                what = f"eos_token_id holds {json.dumps(index)}, which is no token id"
+                findings.append(Finding(what, where, "Name the ids of the tokens that end an answer"))
+    if not found:
+        what = "no configuration names an end-of-sequence token, so no answer would ever end by itself"
+        findings.append(
+            Finding(what, GENERATION_FILE, "Add eos_token_id with the ids of the tokens that end an answer")
+        )
+    return tuple(sorted(found))
+
+
+def _template_in_config(config: Json, findings: list[Finding]) -> str | None:
+    """A string, or a list of named templates of which `default` is the chat's."""
+    template = config.get("chat_template")
+    if template is None or isinstance(template, str):
+        return template
+    named = {
+        entry["name"]: entry["template"]
+        for entry in (template if isinstance(template, list) else [])
+        if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
+    if "default" in named:
+        return str(named["default"])
+    what = f"chat_template has no template named default (it has {', '.join(sorted(named)) or 'none'})"
+    findings.append(Finding(what, TOKENIZER_CONFIG_FILE, "Put the chat's template into chat_template.jinja"))
+    return None
+
+
+def _adds_bos(config: Json, tokenizer: Tokenizer, bos_id: int) -> bool:
+    """What the tokenizer's own library would do with a plain prompt."""
+    explicit = config.get("add_bos_token")
+    if isinstance(explicit, bool) and str(config.get("tokenizer_class", "")).startswith(REBUILDS_POST_PROCESSOR):
+        return explicit
+    return bool(tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos_id])
+
+
+def _short(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,305 @@
+"""Source directory → Source. Every finding at once, and nothing mapped that was not judged first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from residentd.errors import Finding, SourceError
+from residentd.models.manifest import SamplingDefaults
+from residentd_build.draft import LOGITS_OUTPUT, MASK_INPUT, PAST_PATTERN, POSITION_INPUT, TOKEN_INPUT
+from residentd_build.files import MissingError, RefusedError, SourceDirectory
+from residentd_build.fingerprint import SourceDigest
+from residentd_build.source import (
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    MODEL_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    Source,
+    TextSource,
+)
+from residentd_build.tensors import DataFiles, check_tensors, model_from_proto, skeleton_of
+from residentd_build.text_source import TextFiles, read_sampling, read_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL_BYTES_MAX = (1 << 31) - 1  # protobuf's own limit; larger models keep their weights in data files
+TOKENIZER_BYTES_MAX = 256 << 20
+JSON_BYTES_MAX = 16 << 20
+TEMPLATE_BYTES_MAX = 1 << 20
+FINDINGS_MAX = 50
+OPSET_MIN, OPSET_MAX = 13, 25
+DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
+VOCAB_MAX = 1 << 22
+CONTEXT_MIN = 8
+STEP_INPUTS = frozenset({TOKEN_INPUT, POSITION_INPUT, MASK_INPUT})
+EXPORT_AGAIN = "Export it with `optimum-cli export onnx --task text-generation-with-past`"
+
+
+@dataclass(slots=True)
+class _Report:
+    """Collects findings while the parts are read one after the other."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, what: str, where: str, remedy: str) -> None:
+        self.findings.append(Finding(what, where, remedy))
+
+    def raise_if_any(self) -> None:
+        if self.findings:
+            hidden = len(self.findings) - FINDINGS_MAX
+            more = [Finding(f"{hidden:,} more findings", "source", "Solve these first")] if hidden > 0 else []
+            raise SourceError(self.findings[:FINDINGS_MAX] + more)
+
+
+def validate(directory: Path, *, context: int | None = None) -> Source:
+    """Read and check an exporter's directory for the `context` asked for. Raises SourceError with every finding."""
+    report = _Report()
+    try:
+        opened = SourceDirectory(directory)
+    except RefusedError as error:
+        raise SourceError([Finding(f"it {error.what}", str(directory), error.remedy)]) from error
+    with opened:
+        digest = SourceDigest()
+        text_files = _text_files(opened, report, digest)
+        data = DataFiles(opened)
+        proto = _read_model(opened, report, digest)
+        model = None if proto is None else _check_model(proto, data, report)
+        text, sampling, tokens = _text(text_files, report)
+        vocab = _check_vocab(text_files, text, tokens, model, report)
+        context_max = _check_context(text_files, context, report)
+        report.raise_if_any()
+        assert model is not None
+        assert text is not None  # each None above came with a finding
+        data.add_to(digest)
+    return Source(
+        directory=directory,
+        architecture=str(text_files.config.get("model_type", "unknown")),
+        vocab=vocab,
+        context_max=context_max,
+        text=text,
+        sampling=sampling,
+        model=model,
+        sha256=digest.hexdigest(),
+    )
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    directory: SourceDirectory, report: _Report, digest: SourceDigest, name: str, bytes_max: int, *, is_needed: bool
+) -> bytes | None:
+    try:
+        data = directory.read(name, bytes_max=bytes_max)
+    except MissingError as error:
+        if is_needed:
+            report.add(f"the file {error.what}", name, f"{EXPORT_AGAIN}, which writes it")
+        return None
+    except RefusedError as error:
+        report.add(f"the file {error.what}", name, error.remedy)
+        return None
+    digest.add(name, data)
+    return data
+
+
+def _json(
+    directory: SourceDirectory, report: _Report, digest: SourceDigest, name: str, *, is_needed: bool
+) -> dict[str, Any]:
+    data = _read(directory, report, digest, name, JSON_BYTES_MAX, is_needed=is_needed)
+    if data is None:
+        return {}
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        report.add(f"it is not valid JSON ({error})", name, "Restore the file from the model's own directory")
+        return {}
+    if not isinstance(parsed, dict):
+        report.add("it is not a JSON object", name, "Restore the file from the model's own directory")
+        return {}
+    return parsed
+
+
+def _text_files(directory: SourceDirectory, report: _Report, digest: SourceDigest) -> TextFiles:
+    template = _read(directory, report, digest, CHAT_TEMPLATE_FILE, TEMPLATE_BYTES_MAX, is_needed=False)
+    decoded = None
+    if template is not None:
+        try:
+            decoded = template.decode()
+        except UnicodeDecodeError as error:
+            report.add(
+                f"it is not UTF-8 ({error.reason} at byte {error.start})", CHAT_TEMPLATE_FILE, "Save it as UTF-8"
+            )
+    return TextFiles(
+        config=_json(directory, report, digest, CONFIG_FILE, is_needed=True),
+        generation=_json(directory, report, digest, GENERATION_FILE, is_needed=False),
+        tokenizer_config=_json(directory, report, digest, TOKENIZER_CONFIG_FILE, is_needed=False),
+        special_tokens=_json(directory, report, digest, SPECIAL_TOKENS_FILE, is_needed=False),
+        tokenizer_json=_read(directory, report, digest, TOKENIZER_FILE, TOKENIZER_BYTES_MAX, is_needed=True) or b"",
+        chat_template_file=decoded,
+    )
+
+
+def _read_model(directory: SourceDirectory, report: _Report, digest: SourceDigest) -> onnx.ModelProto | None:
+    """The parsed file; nothing that it refers to is opened."""
+    try:
+        mapped = directory.map(MODEL_FILE, bytes_max=MODEL_BYTES_MAX)
+    except RefusedError as error:
+        report.add(f"the file {error.what}", MODEL_FILE, error.remedy)
+        return None
+    with mapped, memoryview(mapped) as view:
+        digest.add(MODEL_FILE, mapped)
+        try:
+            # protobuf copies what it parses, so weights inside the file are held once; its stubs know bytes only.
+            return onnx.ModelProto.FromString(view)  # type: ignore[arg-type]
+        except (DecodeError, ValueError) as error:
+            report.add(f"it is not an ONNX file ({error})", MODEL_FILE, "Export the model again, or copy it completely")
+            return None
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def _text(files: TextFiles, report: _Report) -> tuple[TextSource | None, SamplingDefaults, int]:
+    sampling, findings = read_sampling(files.generation)
+    report.findings += findings
+    if not files.tokenizer_json:
+        return None, sampling, 0
+    text, findings, tokens = read_text(files)
+    report.findings += findings
+    return text, sampling, tokens
+
+
+def _check_vocab(
+    files: TextFiles, text: TextSource | None, tokens: int, model: ir.Model | None, report: _Report
+) -> int:
+    """The number of logits: by the graph where it says so, else by config.json."""
+    configured = files.config.get("vocab_size")
+    logits = (
+        None if model is None else next((value for value in model.graph.outputs if value.name == LOGITS_OUTPUT), None)
+    )
+    width = logits.shape[-1] if logits is not None and logits.shape is not None else None
+    vocab = width if isinstance(width, int) else configured
+    if not files.config or (model is None and not isinstance(configured, int)):
+        return 0
+    if not isinstance(vocab, int) or isinstance(vocab, bool) or not 0 < vocab <= VOCAB_MAX:
+        report.add(
+            f"vocab_size is {configured!r}; a number up to {VOCAB_MAX:,} is needed",
+            CONFIG_FILE,
+            "Restore config.json from the model",
+        )
+        return 0
+    if isinstance(configured, int) and configured != vocab:
+        report.add(
+            f"vocab_size is {configured:,} and the model gives {vocab:,} logits",
+            CONFIG_FILE,
+            "Put the files of one model together",
+        )
+    if tokens > vocab:
+        what = f"the tokenizer knows ids up to {tokens - 1:,} and the model gives {vocab:,} logits"
+        report.add(what, TOKENIZER_FILE, "Use the tokenizer that belongs to this model")
+    for index in text.eos_ids if text is not None else ():
+        if index >= vocab:
+            report.add(
+                f"end-of-sequence id {index:,} is beyond the {vocab:,} logits", GENERATION_FILE, "Correct eos_token_id"
+            )
+    return vocab
+
+
+def _check_context(files: TextFiles, asked: int | None, report: _Report) -> int:
+    """The longest context the model was made for."""
+    longest = files.config.get("max_position_embeddings")
+    if not files.config:
+        return 0
+    if not isinstance(longest, int) or isinstance(longest, bool) or longest < CONTEXT_MIN:
+        what = f"max_position_embeddings is {longest!r}; the model's context in tokens is needed"
+        report.add(what, CONFIG_FILE, "Restore config.json from the model")
+        return 0
+    if asked is not None and asked > longest:
+        what = f"a context of {asked:,} tokens was asked for and the model was made for {longest:,}"
+        report.add(what, CONFIG_FILE, f"Use --context {longest} or less")
+    return longest
+
+
+# ---- graph ---------------------------------------------------------------------------------------------------------
+
+
+def _check_model(proto: onnx.ModelProto, data: DataFiles, report: _Report) -> ir.Model | None:
+    harmful = check_tensors(proto, data)
+    report.findings += harmful
+    if not _check_versions(proto, report) or harmful:
+        return None
+    try:
+        onnx.checker.check_model(skeleton_of(proto))
+        model = model_from_proto(proto, data)
+    except Exception as error:  # noqa: BLE001 - whatever these libraries say about a malformed file is the finding
+        first = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        report.add(f"it is not a well-formed ONNX model ({first})", MODEL_FILE, EXPORT_AGAIN)
+        return None
+    _check_interface(model, report)
+    return model
+
+
+def _check_versions(proto: onnx.ModelProto, report: _Report) -> bool:
+    before = len(report.findings)
+    opsets = {entry.domain: entry.version for entry in proto.opset_import}
+    opset = opsets.get("", opsets.get("ai.onnx", 0))
+    if not OPSET_MIN <= opset <= OPSET_MAX:
+        what = f"it uses opset {opset}; {OPSET_MIN} to {OPSET_MAX} are supported"
+        report.add(what, MODEL_FILE, "Export it again with `--opset 18`")
+    unknown = sorted(({node.domain for node in proto.graph.node} | opsets.keys()) - DOMAINS)
+    if unknown:
+        what = f"it uses operators of {', '.join(unknown)}, which are not supported"
+        report.add(what, MODEL_FILE, "Export it without custom operators")
+    if proto.functions or proto.training_info or proto.graph.sparse_initializer:
+        what = "it has model-local functions, a training section or sparse weights, which are not supported"
+        report.add(what, MODEL_FILE, "Export it for inference, with functions inlined")
+    return len(report.findings) == before
+
+
+def _check_interface(model: ir.Model, report: _Report) -> None:
+    inputs = {value.name or "": value for value in model.graph.inputs}
+    outputs = {value.name or "" for value in model.graph.outputs}
+    if TOKEN_INPUT not in inputs:
+        report.add(f"it has no input {TOKEN_INPUT}", MODEL_FILE, EXPORT_AGAIN)
+    if LOGITS_OUTPUT not in outputs:
+        report.add(f"it has no output {LOGITS_OUTPUT}", MODEL_FILE, EXPORT_AGAIN)
+    past = {name: value for name, value in inputs.items() if PAST_PATTERN.fullmatch(name)}
+    if not past:
+        report.add("it has no past_key_values inputs, so it cannot continue a sequence", MODEL_FILE, EXPORT_AGAIN)
+    unknown = sorted(inputs.keys() - STEP_INPUTS - past.keys())
+    if unknown:
+        what = f"it has inputs that a text model does not have: {', '.join(unknown)}"
+        report.add(what, MODEL_FILE, "Export the text model alone, with `--task text-generation-with-past`")
+    _check_caches(past, outputs, report)
+
+
+def _check_caches(past: dict[str, ir.Value], outputs: set[str], report: _Report) -> None:
+    layers = sorted({int(name.split(".")[1]) for name in past})
+    expected = {f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")}
+    presents = {f"present.{layer}.{part}" for layer in layers for part in ("key", "value")}
+    missing = sorted((expected - past.keys()) | (presents - outputs))
+    if missing:
+        report.add(f"the caches are incomplete: {', '.join(missing[:6])} missing", MODEL_FILE, EXPORT_AGAIN)
+    if layers != list(range(len(layers))):
+        report.add(f"the cache layers are numbered {layers[0]} to {layers[-1]} with gaps", MODEL_FILE, EXPORT_AGAIN)
+    wrong = [name for name, value in sorted(past.items()) if not _is_cache(value)]
+    if wrong:
+        what = f"{wrong[0]} ({len(wrong)} such) is not float32 [batch, heads, past, dim] with fixed heads and dim"
+        report.add(what, MODEL_FILE, f"{EXPORT_AGAIN}, in float32")
+
+
+def _is_cache(value: ir.Value) -> bool:
+    shape = value.shape
+    if shape is None or len(shape) != 4 or value.dtype != ir.DataType.FLOAT:
+        return False
+    return all(isinstance(shape[axis], int) and 0 < int(str(shape[axis])) <= 1 << 16 for axis in (1, 3))

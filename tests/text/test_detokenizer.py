@@ -105,6 +105,16 @@ def test_pending_is_what_a_flush_would_add():
     assert stream.flush() == "\ufffd" * 2 == tokenizer.decode(byte_ids[:-1])
 
 
+@given(st.integers(0, 3), st.lists(st.sampled_from(" abc"), max_size=8), st.lists(st.integers(0, 99), max_size=4))
+def test_leading_blanks_are_stripped_once(count, chars, cuts):
+    """Up to as many blanks as the decoder says, at the start only, whether text or byte tokens write them."""
+    parts = (" ", "a", b" ", b"a")
+    ids = [{" ": 0, "a": 1, "b": 2, "c": 3}[char] for char in chars]
+    text = "".join(" " if index in {0, 2} else "a" for index in ids)
+    stream = PieceDetokenizer(parts, leading_blanks=count, first=None)
+    assert streamed(stream, ids, cuts) == text[min(count, leading_blanks(text)) :]
+
+
 @pytest.mark.parametrize("extra", [0, 1])
 def test_a_long_byte_run_streams(extra):
     """A run of BYTE_RUN_TOKENS_MAX byte tokens is held back whole; one token more lets its characters go."""

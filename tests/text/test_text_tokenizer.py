@@ -188,6 +188,15 @@ def test_text_that_normalises_to_a_control_token_stays_text():
     assert fold in tokenizer.encode_mixed("<|fold|>", ())
 
 
+def test_a_template_keeps_its_normalised_control_tokens():
+    """With look-alikes about, a template's token is read even where the original overlooks it, and no marker leaks."""
+    tokenizer = text_samples.sample("normalized")
+    text = "<s>the</s>was</s>"
+    ids = tokenizer.encode_mixed(text, ((10, 17),))
+    assert controls_in(tokenizer, ids) == [tokenizer.control_ids["<s>"], tokenizer.control_ids["</s>"]]
+    assert tokenizer.decode(ids).replace(" ", "") == "thewas</s>"
+
+
 def test_a_look_alike_cannot_swallow_the_templates_token():
     """A user's text that begins a longer token with the template's brackets leaves the template's token whole."""
     tokenizer = text_samples.sample("byte_level")

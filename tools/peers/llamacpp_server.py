@@ -23,6 +23,7 @@ def main() -> None:
     params.hostnames = ["127.0.0.1"]
     params.port = 0
     params.n_gpu_layers = 0
+    params.use_mmap = False  # a page cache that is reclaimed under the run would be measured, not the server
     params.cache_ram_mib = 0
     server = xllamacpp.Server(params)
     print("LISTEN", server.listening_address.removeprefix("http://"), flush=True)

@@ -38,7 +38,7 @@ class StepArrays:
 LONE_QUERY_PERIOD = 8
 """A query stands alone where its row's length is 1 past a multiple of the kernel's block of queries.
 
-The block is twice the head size, or what fits the cache (onnxruntime gqa_attention_base.h, 1.32). 8 divides all that were
+The block is twice the head size, or what fits the cache (onnxruntime gqa_attention_base.h, 1.32). 8 divides every one
 met so far; the tests of built engines compare bits.
 """
 

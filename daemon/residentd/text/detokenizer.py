@@ -15,7 +15,6 @@ third.
 from __future__ import annotations
 
 import codecs
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,8 +206,7 @@ class DetokenizerTable:
 
 def table_for(tokenizer: Tokenizer) -> DetokenizerTable:
     """The table of the decoder that `tokenizer` names."""
-    decoder = json.loads(tokenizer.inner.to_str())["decoder"]
-    table = described(tokenizer, decoder)
+    table = described(tokenizer, tokenizer.decoder)
     if table is not None and agrees(table):
         return table
     return DetokenizerTable("whole", (), 0, first_drops_marks=False, tokenizer=tokenizer)

@@ -30,6 +30,7 @@ from residentd.text.trace import FOLLOWED, Traced, derived, interleave, join, re
 
 SCALARS: Final = (bool, int, float, Undefined)
 JINJA_ARGUMENTS: Final = frozenset({"_loop_vars", "_block_vars"})  # compiled code passes them, Context.call drops them
+BLANKS: Final = tuple(char for char in map(chr, range(0x3001)) if char.isspace())  # U+3000 is the last one
 ITEM_CHARS: Final = 8  # what an item of a copied list weighs: a pointer
 BUDGET_KEY: Final = "render budget"  # the blank keeps it out of a template's reach
 
@@ -166,7 +167,8 @@ def pieces_max(name: str, owner: str, args: tuple[Any, ...], kwargs: dict[str, A
     if name not in {"split", "rsplit", "splitlines"}:
         return 1
     separator = None if name == "splitlines" else kwargs.get("sep", args[0] if args else None)
-    return 1 + (owner.count(separator) if isinstance(separator, str) else sum(map(str.isspace, owner)))
+    separators = (separator,) if isinstance(separator, str) else BLANKS
+    return 1 + sum(map(owner.count, separators))
 
 
 @jinja2.pass_context

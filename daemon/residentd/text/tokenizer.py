@@ -52,6 +52,7 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise OperatorError(f"the tokenizer cannot be read ({error}). Install the model again") from error
         quieten(self.inner)
+        self.decoder: Mapping[str, Any] | None = description.get("decoder")
         added = self.inner.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         names = [token["content"] for token in description["added_tokens"] if is_control(token)]

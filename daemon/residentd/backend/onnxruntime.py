@@ -228,7 +228,7 @@ def session_options(options: RuntimeOptions | None = None) -> Any:
     settings.log_severity_level = 4  # its exceptions carry the same text
     settings.enable_mem_pattern = False  # ONNX Runtime keeps one plan a shape, and nearly every step has its own shape
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
-    settings.add_session_config_entry("session.set_denormal_as_zero", "1")
+    # Not session.set_denormal_as_zero: it switches the calling thread for good, and our sampling with it.
     return settings
 
 

@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: convert.Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         async with convert.reporting(context):
-            admitted = self._admit(request, context)
+            admitted = await self._admit(request, context)
             try:
                 yield inference_pb2.GenerateResponse(started=admitted.started)
                 async for response in _responses(admitted):
@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: convert.Context
     ) -> inference_pb2.CompleteResponse:
         async with convert.reporting(context):
-            admitted = self._admit(request, context)
+            admitted = await self._admit(request, context)
             answer = inference_pb2.CompleteResponse(started=admitted.started)
             try:
                 async for response in _responses(admitted):
@@ -91,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     as_generate.prompt = request.prompt
                 case "chat":
                     as_generate.chat.CopyFrom(request.chat)
-            ids = parameters.prompt_ids(as_generate, loaded, self._config.limits)
+            ids = await parameters.prompt_ids_of(as_generate, loaded, self._config.limits)
             return inference_pb2.CountTokensResponse(
                 tokens=len(ids),
                 context=loaded.manifest.content.engine.limits.context,
@@ -106,7 +106,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return inference_pb2.ListModelsResponse(models=[_model_message(loaded) for loaded in self._engines.loaded])
         raise AssertionError("reporting() does not swallow")
 
-    def _admit(self, message: inference_pb2.GenerateRequest, context: convert.Context) -> Admitted:
+    async def _admit(self, message: inference_pb2.GenerateRequest, context: convert.Context) -> Admitted:
         """Validate the whole request, then hand it to its engine. Raises ResidentError; then nothing has happened."""
         arrived_ns = time.monotonic_ns()
         limits = self._config.limits
@@ -117,7 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 retry_after_ms=RETRY_AFTER_MS,
             )
         loaded = self._engines.resolve(message.model)
-        ids = parameters.prompt_ids(message, loaded, limits)
+        ids = await parameters.prompt_ids_of(message, loaded, limits)
         params = parameters.sampling_params(message.sampling, loaded, prompt_tokens=len(ids), limits=limits)
         if len(message.stop) > limits.stop_strings_max:
             raise CallerError(

@@ -31,6 +31,9 @@ def test_keys_are_read_into_their_sections() -> None:
         ('[engine]\nscheduling = "fast"', "engine.scheduling"),
         ("[limits]\nwaiting_max = 0", "limits.waiting_max"),
         ("engine = 3", "engine"),
+        ('[listen]\ntls_certificate = "a"', "listen.tls_key"),
+        ('[listen]\ntls_key = "a"', "listen.tls_certificate"),
+        ('[listen]\ntls_client_ca = "a"', "listen.tls_client_ca"),
         ("state = ", "not TOML"),
     ],
 )

@@ -52,6 +52,9 @@ class Engine(_Section, frozen=True):
     """[engine]: how the engine workers run."""
 
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0  # compute threads of one worker; 0 is one for each core
+    spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = (
+        50  # spinning of an idle compute thread within a step; 0 is none
+    )
     # interactive: the prefill of a step is sized from measured costs so that decodes keep their pace
     scheduling: Literal["throughput", "interactive"] = "throughput"
     prefill_tokens_max: Count = 256  # prompt tokens computed in one step at most
@@ -96,9 +99,19 @@ def parse(text: str) -> Config:
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:
-        return msgspec.convert(table, Config)
+        config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the configuration is refused: {error}. See the table of keys in README.md") from error
+    _check_tls(config.listen)
+    return config
+
+
+def _check_tls(listen: Listen) -> None:
+    """Half of a TLS configuration would silently serve in the clear."""
+    if bool(listen.tls_certificate) != bool(listen.tls_key):
+        raise ConfigError("listen.tls_certificate and listen.tls_key go together. Set both, or neither")
+    if listen.tls_client_ca and not listen.tls_key:
+        raise ConfigError("listen.tls_client_ca needs listen.tls_certificate and listen.tls_key. Set them too")
 
 
 def _unknown_keys(table: dict[str, Any], section: type[msgspec.Struct], prefix: str) -> list[str]:

@@ -7,9 +7,9 @@ import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -23,6 +23,7 @@ from residentd.rpc.server import admin_socket, serve_admin, serve_inference
 from residentd.supervisor.engines import Engines
 
 STATE_MODE: Final = 0o750
+WRITABLE_BY_OTHERS: Final = 0o022
 CALLS_GRACE_S: Final = 1.0  # for the last messages of drained streams to leave
 
 log = structlog.get_logger("residentd")
@@ -30,8 +31,7 @@ log = structlog.get_logger("residentd")
 
 async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises ResidentError when it cannot start."""
-    state = Path(config.state)
-    state.mkdir(mode=STATE_MODE, parents=True, exist_ok=True)
+    state = _own_state(Path(config.state))
     with _sole_daemon(state):
         store = Store(state)
         store.sweep()
@@ -47,17 +47,35 @@ async def _serve(engines: Engines, config: Config) -> None:
     stopping = _stop_signal()
     feed = HealthFeed(engines)
     await feed.refresh()
-    servers = [await serve_admin(engines, feed, config)]
-    if config.listen.grpc:
-        server, port = await serve_inference(engines, feed, config)
-        servers.append(server)
-        _publish_address(config, port)
-    log.info("listening", grpc=config.listen.grpc, admin=str(admin_socket(config)))
-    tasks = [asyncio.create_task(feed.run()), asyncio.create_task(_load_all(engines, config))]
+    servers: list[grpc.aio.Server] = []
+    tasks: list[asyncio.Task[None]] = []
     try:
+        servers.append(await serve_admin(engines, feed, config))
+        if config.listen.grpc:
+            server, port = await serve_inference(engines, feed, config)
+            servers.append(server)
+            _publish_address(config, port)
+        log.info("listening", grpc=config.listen.grpc, admin=str(admin_socket(config)))
+        tasks += [_watched(feed.run(), stopping), _watched(_load_all(engines, config), stopping)]
         await stopping.wait()
     finally:
         await _leave(engines, feed, servers, tasks, config)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+def _watched(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> asyncio.Task[None]:
+    """A background task whose failure stops the daemon: systemd starts a whole one again."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background_task_failed", exc_info=task.exception())
+            stopping.set()
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(ended)
+    return task
 
 
 async def _leave(
@@ -84,8 +102,25 @@ async def _load_all(engines: Engines, config: Config) -> None:
     for reference in wanted:
         try:
             await engines.load(reference)
-        except ResidentError as error:
+        except (ResidentError, OSError, ValueError) as error:
             log.error("load_failed", model=reference, reason=str(error))  # noqa: TRY400  (the reason says it all)
+
+
+def _own_state(state: Path) -> Path:
+    """The state directory, made if need be. Raises ConfigError where others could put their files into it."""
+    try:
+        state.mkdir(mode=STATE_MODE, parents=True, exist_ok=True)
+        found = state.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"the state directory {state} cannot be used: {error.strerror}. Set `state` to another"
+        ) from error
+    if found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS:
+        raise ConfigError(
+            f"the state directory {state} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:04o}: others "
+            f"could replace a model in it. Run: chown {os.geteuid()} {state}; chmod {STATE_MODE:o} {state}"
+        )
+    return state
 
 
 def _publish_address(config: Config, port: int) -> None:
@@ -109,7 +144,7 @@ def _stop_signal() -> asyncio.Event:
 @contextlib.contextmanager
 def _sole_daemon(state: Path) -> Iterator[None]:
     """Hold the state's daemon lock: a second daemon would silently take over a live unix socket."""
-    fd = os.open(state / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o640)
+    fd = os.open(state / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

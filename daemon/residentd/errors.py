@@ -54,6 +54,10 @@ class OperatorError(ResidentError):
     """Configuration, source directory or command is wrong: FAILED_PRECONDITION."""
 
 
+class LoadError(OperatorError):
+    """A version does not come up: what is wrong with it stays wrong until it is reinstalled or the machine changes."""
+
+
 class ConfigError(OperatorError):
     """The configuration is refused as a whole."""
 

@@ -63,7 +63,7 @@ class InstallProgress(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     INSTALLED_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """read, validate, canonicalise, lower, verify, publish, load."""
+    """validate, canonicalise, lower, verify, publish, load, done."""
     fraction: _builtins.float
     """0 to 1, of the whole installation."""
     message: _builtins.str
@@ -227,6 +227,7 @@ class StatusResponse(_message.Message):
     residentd_version: _builtins.str
     uptime_s: _builtins.float
     state: _builtins.str
+    """The state directory."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
     def __init__(

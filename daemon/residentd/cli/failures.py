@@ -33,6 +33,7 @@ EXIT_BY_REASON: Mapping[str, ExitCode] = MappingProxyType(
         "MACHINE": ExitCode.MACHINE,
         "STORE": ExitCode.MACHINE,
         "OPERATOR": ExitCode.USAGE,
+        "LOAD": ExitCode.MACHINE,
     }
 )
 """google.rpc.ErrorInfo.reason (the class of residentd.errors), where it says more than the status can."""

@@ -26,6 +26,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     version_dir: str
     threads: int
+    spin_us: int
     scheduling: str
     prefill_tokens_max: int
     waiting_max: int

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
@@ -75,9 +76,10 @@ def _serve(start: Start, inbox: Inbox, emit: Callable[[FromWorker], None]) -> in
     except ResidentError as error:
         emit(Failed(message=str(error), permanent=not isinstance(error, BackendLostError)))
         return 1
-    except Exception as error:  # our own bug, or the runtime's
+    except Exception as error:  # noqa: BLE001  (the last words of a dying process: our own bug, or the runtime's)
+        traceback.print_exc()
         emit(Failed(message=f"{type(error).__name__}: {error}", permanent=False))
-        raise
+        return 1
     backend.close()
     return 0
 
@@ -104,7 +106,7 @@ def _load(start: Start, emit: Callable[[FromWorker], None]) -> tuple[Loop, Backe
     directory = Path(start.version_dir)
     manifest = decode((directory / "manifest.json").read_bytes())
     emit(Loading(stage="loading the engine"))
-    backend = open_backend(manifest, directory, threads=start.threads)
+    backend = open_backend(manifest, directory, threads=start.threads, spin_us=start.spin_us)
     pacer = Pacer(profile=Profile(start.scheduling), prefill_tokens_max=start.prefill_tokens_max)
     policy = Policy(
         waiting_max=start.waiting_max,
@@ -125,14 +127,14 @@ def _load(start: Start, emit: Callable[[FromWorker], None]) -> tuple[Loop, Backe
     return loop, backend, Ready(limits=backend.limits, load_ms=(time.monotonic_ns() - started_ns) // 1_000_000)
 
 
-def open_backend(manifest: Manifest, directory: Path, *, threads: int) -> Backend:
+def open_backend(manifest: Manifest, directory: Path, *, threads: int, spin_us: int) -> Backend:
     """The backend that `manifest` was built for. Runtimes are imported here, so a worker loads only its own."""
     engine = manifest.content.engine
     match engine.target:
         case "onnxruntime-cpu":
             from residentd.backend.onnxruntime import OnnxRuntimeBackend, RuntimeOptions  # noqa: PLC0415
 
-            return OnnxRuntimeBackend(directory, engine, options=RuntimeOptions(threads=threads))
+            return OnnxRuntimeBackend(directory, engine, options=RuntimeOptions(threads=threads, spin_us=spin_us))
         case "reference":
             from residentd.backend import reference  # noqa: PLC0415
 
@@ -158,7 +160,10 @@ def _receive(connection: socket.socket, reader: FrameReader, inbox: Inbox) -> No
         while chunk := connection.recv(RECEIVE_BYTES):
             for body in reader.feed(chunk):
                 inbox.put(_expect_request(decode_to_worker(body)))
-    except ConnectionResetError:
+    except (LinkError, MemoryError) as error:
+        sys.stderr.write(f"engine worker: {error}\n")
+        _leave(1)
+    except OSError:
         pass
     _leave(0)
 

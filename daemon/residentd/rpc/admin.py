@@ -52,7 +52,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                     yield admin_pb2.InstallProgress(
                         stage="load", fraction=LOAD_FRACTION, message=f"loading {reference}"
                     )
-                    await self._engines.load(installed["name"])
+                    await self._engines.activate(reference)
                 version = self._engines.registry.resolve(reference)
                 yield admin_pb2.InstallProgress(
                     stage="done", fraction=1.0, message=reference, installed=self._version_message(version)
@@ -62,8 +62,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListVersionsRequest, context: convert.Context
     ) -> admin_pb2.ListVersionsResponse:
         async with convert.reporting(context):
-            versions = self._engines.registry.versions(request.name or None)
-            return admin_pb2.ListVersionsResponse(versions=[self._version_message(version) for version in versions])
+            messages = await asyncio.to_thread(self._version_messages, request.name)
+            return admin_pb2.ListVersionsResponse(versions=messages)
         raise AssertionError("reporting() does not swallow")
 
     async def Status(self, _request: admin_pb2.StatusRequest, context: convert.Context) -> admin_pb2.StatusResponse:
@@ -87,6 +87,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             await self._engines.unload(request.model)
             return admin_pb2.UnloadResponse()
         raise AssertionError("reporting() does not swallow")
+
+    def _version_messages(self, name: str) -> list[admin_pb2.Version]:
+        return [self._version_message(version) for version in self._engines.registry.versions(name or None)]
 
     def _version_message(self, version: Version) -> admin_pb2.Version:
         loaded = self._engines.find(version.digest)
@@ -175,5 +178,5 @@ def _options(request: admin_pb2.InstallRequest, config: Config) -> BuildOptions:
         context=request.context,
         slots=request.slots,
         step_tokens=request.step_tokens,
-        keep_active=request.keep_active,
+        keep_active=True,  # the name moves once the version has come up, not before
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -17,6 +17,7 @@ from residentd.errors import (
     CallerError,
     ConflictError,
     DeadlineError,
+    Finding,
     MachineError,
     NotFoundError,
     OperatorError,
@@ -44,7 +45,9 @@ STATUS_BY_ERROR: Final[tuple[tuple[type[ResidentError], grpc.StatusCode], ...]] 
     (ResidentError, grpc.StatusCode.INTERNAL),
 )
 STATUS_DETAILS_KEY: Final = "grpc-status-details-bin"  # grpc/grpc doc/PROTOCOL-HTTP2.md, status-details
-MESSAGE_CHARACTERS_MAX: Final = 2000  # headers are bounded at both ends; the details carry the rest
+MESSAGE_CHARACTERS_MAX: Final = 1000
+DETAILS_BYTES_MAX: Final = 3500
+"""Both travel in trailers, which a client takes up to 8 kB of by default; details are base64 there."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -65,24 +68,38 @@ async def reporting(context: Context) -> AsyncIterator[None]:
 
 async def abort(context: Context, error: ResidentError) -> NoReturn:
     code = next(code for kind, code in STATUS_BY_ERROR if isinstance(error, kind))
-    message = str(error)[:MESSAGE_CHARACTERS_MAX]
+    message = _message_of(error)
     status = status_pb2.Status(code=getattr(code_pb2, code.name), message=message, details=_details(error))
     await context.abort(code, message, trailing_metadata=((STATUS_DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort does not return")
+
+
+def _message_of(error: ResidentError) -> str:
+    if isinstance(error, SourceError):
+        return f"the source cannot be installed: {len(error.findings):,} findings. Put right what is listed, then retry"
+    return str(error)[:MESSAGE_CHARACTERS_MAX]
+
+
+def _violations(findings: Sequence[Finding]) -> Iterator[error_details_pb2.BadRequest.FieldViolation]:
+    """The findings that fit into the trailers, and a last one that counts the rest."""
+    left = DETAILS_BYTES_MAX
+    for index, finding in enumerate(findings):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=finding.where, description=f"{finding.what}. {finding.remedy}"
+        )
+        left -= violation.ByteSize() + 4
+        if left < 0:
+            rest = f"{len(findings) - index:,} more findings; put these right first"
+            yield error_details_pb2.BadRequest.FieldViolation(field="…", description=rest)
+            return
+        yield violation
 
 
 def _details(error: ResidentError) -> Iterable[any_pb2.Any]:
     violation = error_details_pb2.BadRequest.FieldViolation
     match error:
         case SourceError(findings=findings):
-            yield _packed(
-                error_details_pb2.BadRequest(
-                    field_violations=[
-                        violation(field=finding.where, description=f"{finding.what}. {finding.remedy}")
-                        for finding in findings
-                    ]
-                )
-            )
+            yield _packed(error_details_pb2.BadRequest(field_violations=_violations(findings)))
         case CallerError(field=field) if field:
             yield _packed(
                 error_details_pb2.BadRequest(field_violations=[violation(field=field, description=str(error))])

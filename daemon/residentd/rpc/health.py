@@ -1,8 +1,10 @@
 """grpc.health.v1, fed from what the engines do.
 
-service ""                         SERVING when every loaded model is READY and makes progress, and there is one
+service ""                         SERVING when every active model is READY and makes progress, and there is one
 service "resident.v1.Inference"    likewise
 service NAME or NAME@N             SERVING when that model is READY and makes progress; SERVICE_UNKNOWN if not loaded
+
+A version that loads beside the active one, or drains after it, changes nothing for those who name no version.
 """
 
 from __future__ import annotations
@@ -35,13 +37,9 @@ class HealthFeed:
 
     async def refresh(self) -> None:
         now = time.monotonic()
-        states: dict[str, bool] = {}
-        for loaded in self._engines.loaded:
-            serving = loaded.host.progressing(now=now)
-            states[loaded.version.reference] = serving
-        for name, reference in self._engines.active_references().items():
-            states[name] = states.get(reference, False)
-        states[""] = states[INFERENCE_SERVICE] = bool(states) and all(states.values())
+        by_name = {name: entry.host.progressing(now=now) for name, entry in self._engines.active.items()}
+        states = {entry.version.reference: entry.host.progressing(now=now) for entry in self._engines.loaded} | by_name
+        states[""] = states[INFERENCE_SERVICE] = bool(by_name) and all(by_name.values())
         for gone in self._shown.keys() - states.keys():
             await self.servicer.set(gone, _STATUS.SERVICE_UNKNOWN)
         for service, serving in states.items():

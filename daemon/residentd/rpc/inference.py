@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,6 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._engines = engines
         self._config = config
         self._ids = itertools.count(1)
+        self._preparing = 0  # requests whose prompt is being tokenized
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: convert.Context
@@ -106,18 +108,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return inference_pb2.ListModelsResponse(models=[_model_message(loaded) for loaded in self._engines.loaded])
         raise AssertionError("reporting() does not swallow")
 
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among `limits.requests_max` while a prompt is tokenized; the generation takes it over."""
+        requests_max = self._config.limits.requests_max
+        if self._engines.live_count + self._preparing >= requests_max:
+            raise OverloadedError(
+                f"{requests_max:,} generations are in progress, the most this server takes (limits.requests_max). "
+                "Retry later",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
     async def _admit(self, message: inference_pb2.GenerateRequest, context: convert.Context) -> Admitted:
         """Validate the whole request, then hand it to its engine. Raises ResidentError; then nothing has happened."""
         arrived_ns = time.monotonic_ns()
         limits = self._config.limits
-        if self._engines.live_count >= limits.requests_max:
-            raise OverloadedError(
-                f"{limits.requests_max:,} generations are in progress, the most this server takes "
-                "(limits.requests_max). Retry later",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
         loaded = self._engines.resolve(message.model)
-        ids = await parameters.prompt_ids_of(message, loaded, limits)
+        with self._place():
+            ids = await parameters.prompt_ids_of(message, loaded, limits)
         params = parameters.sampling_params(message.sampling, loaded, prompt_tokens=len(ids), limits=limits)
         if len(message.stop) > limits.stop_strings_max:
             raise CallerError(
@@ -133,7 +146,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             deadline_ms=_deadline_ms(context.time_remaining()),
         )
         generation = Generation(request, now_ns=arrived_ns, unread_max=limits.stream_tokens_max)
-        loaded.host.submit(generation)
         started = inference_pb2.Started(
             request_id=str(request.id),
             model_version=loaded.version.reference,
@@ -141,6 +153,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             sampling=convert.sampling_message(params, ignore_eos=message.sampling.ignore_eos),
             prompt_tokens=len(ids),
         )
+        loaded.host.submit(generation)
         return Admitted(loaded, generation, text, started, message.return_token_ids)
 
 
@@ -163,7 +176,8 @@ async def _responses(admitted: Admitted) -> AsyncIterator[inference_pb2.Generate
     if finished.reason not in FINISH_REASONS:
         raise _error_of(finished, admitted.loaded)
     delta = text.finish()
-    yield _finish_message(admitted, finished.reason, emitted, text=delta.text, stop=delta.stopped or "")
+    reason = finished.reason if delta.stopped is None else Finish.STOP
+    yield _finish_message(admitted, reason, emitted, text=delta.text, stop=delta.stopped or "")
 
 
 def _tokens_message(admitted: Admitted, used: Sequence[Sampled], text: str) -> inference_pb2.GenerateResponse:
@@ -206,7 +220,8 @@ def _error_of(finished: Finished, loaded: Loaded) -> ResidentError:
         case Finish.REJECTED if finished.refusal is Refusal.INVALID:
             return CallerError(finished.detail, field="input")
         case Finish.REJECTED:
-            return OverloadedError(finished.detail, retry_after_ms=RETRY_AFTER_MS)
+            detail = f"{finished.detail} (limits.waiting_max, limits.waiting_tokens_max)"
+            return OverloadedError(detail, retry_after_ms=RETRY_AFTER_MS)
         case Finish.SLOW_CONSUMER:
             return OverloadedError(
                 "the stream was read too slowly and its waiting tokens reached the limit (limits.stream_tokens_max). "

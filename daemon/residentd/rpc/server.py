@@ -19,6 +19,7 @@ from residentd.rpc.health import HealthFeed
 from residentd.rpc.inference import InferenceServicer
 from residentd.supervisor.engines import Engines
 
+OTHER_CALLS_MAX: Final = 64  # in progress beside the generations: health watches, status, counts
 ADMIN_SOCKET_MODE: Final = 0o660
 UNIX_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path, less its terminator
 # Clients of other servers ping as often as every 5 s (tritonclient); grpc's default would close them with
@@ -38,7 +39,7 @@ def admin_socket(config: Config) -> Path:
 
 async def serve_inference(engines: Engines, feed: HealthFeed, config: Config) -> tuple[grpc.aio.Server, int]:
     """The started TCP server and its port. Raises ConfigError when the address cannot be taken."""
-    server = grpc.aio.server(options=_options(config))
+    server = _server(config)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(engines, config), server)
     names = [inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name]
     _add_common(server, feed, names)
@@ -65,7 +66,7 @@ async def serve_admin(engines: Engines, feed: HealthFeed, config: Config) -> grp
             f"the admin socket's path has {len(os.fsencode(path))} bytes; a unix socket takes {UNIX_PATH_BYTES_MAX}. "
             "Set listen.admin_socket to a shorter path"
         )
-    server = grpc.aio.server(options=_options(config))
+    server = _server(config)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(engines, config), server)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(engines, config), server)
     names = [
@@ -91,6 +92,11 @@ def _add_common(server: grpc.aio.Server, feed: HealthFeed, names: list[str]) -> 
     health_pb2_grpc.add_HealthServicer_to_server(feed.servicer, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
     reflection.enable_server_reflection((*names, health_name, reflection.SERVICE_NAME), server)
+
+
+def _server(config: Config) -> grpc.aio.Server:
+    calls_max = config.limits.requests_max + OTHER_CALLS_MAX
+    return grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=calls_max)
 
 
 def _options(config: Config) -> list[tuple[str, int]]:

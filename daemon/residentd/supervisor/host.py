@@ -83,6 +83,7 @@ class EngineHost:
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._progress_at = time.monotonic()
+        self._started_at = self._progress_at
         self._ping_number = 0
         self._state_changed = asyncio.Event()
 
@@ -103,6 +104,8 @@ class EngineHost:
         """Hand over a request. Raises UnavailableError when this engine takes none."""
         if self.state not in (State.READY, State.LOADING):
             raise UnavailableError(f"model {self.label} is {self.state}. Retry later, or name another version")
+        if not self._live:
+            self._progress_at = time.monotonic()  # an engine that was idle until now has not stalled
         self._live[generation.request.id] = generation
         if self.state is State.READY:
             self._send(Submit(generation.submission()))
@@ -167,7 +170,11 @@ class EngineHost:
     async def _run(self) -> None:
         """Start workers until told to stop or the restart budget is used up."""
         while True:
-            reason, permanent = await self._live_once()
+            try:
+                reason, permanent = await self._live_once()
+            except Exception as error:  # no process, no descriptor, a bug in the link: a lost worker all the same
+                log.exception("worker_error", model=self.label)
+                reason, permanent = f"{type(error).__name__}: {error}", False
             if self.state in (State.STOPPED, State.FAILED):
                 return
             for generation in self._live.values():
@@ -192,6 +199,7 @@ class EngineHost:
         """One worker from start to death. Returns why it ended and whether another would end the same way."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        self._started_at = time.monotonic()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -202,6 +210,9 @@ class EngineHost:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         stream, self._writer = await asyncio.open_connection(sock=ours, limit=RECEIVE_BYTES)
@@ -210,7 +221,7 @@ class EngineHost:
         watch = asyncio.create_task(self._watch())
         try:
             failed = await self._receive(stream)
-        except (LinkError, AssertionError) as error:
+        except (LinkError, AssertionError, ValueError) as error:
             failed = Failed(message=f"protocol error: {error}", permanent=False)
         finally:
             watch.cancel()
@@ -221,17 +232,16 @@ class EngineHost:
         return (failed.message, failed.permanent) if failed else (_describe_exit(status), False)
 
     async def _receive(self, stream: asyncio.StreamReader) -> Failed | None:
+        """Handle frames until the worker's last words or the end of the link."""
         reader = FrameReader()
-        failed = None
         while chunk := await _read(stream):
             for body in reader.feed(chunk):
                 self._progress_at = time.monotonic()
                 frame = decode_from_worker(body)
                 if isinstance(frame, Failed):
-                    failed = frame
-                else:
-                    self._handle(frame)
-        return failed
+                    return frame
+                self._handle(frame)
+        return None
 
     def _handle(self, frame: FromWorker) -> None:
         match frame:
@@ -319,8 +329,9 @@ class EngineHost:
             loading = self.state is State.LOADING
             limit_s = self._config.engine.load_timeout_s if loading else self._config.engine.step_timeout_s
             busy = loading or self._live or self._progress_at < pinged_at
-            if busy and now - self._progress_at > limit_s:
-                log.error("worker_hung", model=self.label, silent_s=round(now - self._progress_at, 1))
+            silent_s = now - (self._started_at if loading else self._progress_at)
+            if busy and silent_s > limit_s:
+                log.error("worker_hung", model=self.label, silent_s=round(silent_s, 1), limit_s=limit_s)
                 self._kill()
                 return
             if not loading and not self._live and now - max(self._progress_at, pinged_at) > PING_PERIOD_S:
@@ -335,6 +346,7 @@ class EngineHost:
         return Start(
             version_dir=str(self.directory),
             threads=engine.threads,
+            spin_us=engine.spin_us,
             scheduling=engine.scheduling,
             prefill_tokens_max=engine.prefill_tokens_max,
             waiting_max=limits.waiting_max,
@@ -377,5 +389,6 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
 
 def _describe_exit(status: int) -> str:
     if status < 0:
-        return f"the engine worker was ended by signal {signal.Signals(-status).name}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"the engine worker was ended by signal {known.get(-status, -status)}"
     return f"the engine worker exited with status {status}"

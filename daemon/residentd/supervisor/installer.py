@@ -54,7 +54,10 @@ async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:
     event: dict[str, Any] = {}
     try:
         async for line in process.stdout:
-            event = msgspec.json.decode(line, type=dict[str, Any])
+            decoded = _event_of(line)
+            if decoded is None:
+                continue
+            event = decoded
             if event["event"] == "failed":
                 break
             yield event
@@ -63,6 +66,15 @@ async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:
         await _end(process)
     if event.get("event") != "installed":
         raise _error_of(event, status)
+
+
+def _event_of(line: bytes) -> dict[str, Any] | None:
+    """One of the compiler's events; None for a line that a library printed."""
+    try:
+        event = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+    return event if isinstance(event.get("event"), str) else None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -87,6 +99,8 @@ def _error_of(event: dict[str, Any], status: int) -> ResidentError:
             return MachineError(message)
         case "usage" | "operator":
             return OperatorError(message)
+        case "internal" | "cancelled" if message:
+            return MachineError(message)
         case _:
             ended = f"signal {-status}" if status < 0 else f"status {status}"
             return MachineError(f"the compiler ended with {ended} before it was done. Nothing was installed; try again")

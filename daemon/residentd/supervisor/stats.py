@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -34,9 +35,11 @@ class Window:
         return [value for _, value in self._samples]
 
     def rate_per_s(self, now_ns: int, since_ns: int) -> float:
-        """Sum of the values over the part of the window that has passed, per second."""
+        """Sum of the values per second, over the window or what of it has passed and was kept."""
         values = self.values(now_ns)
         span_ns = min(WINDOW_NS, now_ns - since_ns)
+        if len(values) == SAMPLES_MAX:
+            span_ns = min(span_ns, now_ns - self._samples[0][0])
         return sum(values) * 1e9 / span_ns if span_ns > 0 else 0.0
 
     def percentiles(self, now_ns: int) -> Percentiles:
@@ -44,7 +47,7 @@ class Window:
         ordered = sorted(self.values(now_ns))
         if not ordered:
             return Percentiles(0.0, 0.0, 0.0, 0)
-        p50, p95, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.50, 0.95, 0.99))
+        p50, p95, p99 = (ordered[math.ceil(len(ordered) * share) - 1] for share in (0.50, 0.95, 0.99))
         return Percentiles(p50, p95, p99, len(ordered))
 
 

@@ -23,7 +23,8 @@ def main() -> None:
     params.hostnames = ["127.0.0.1"]
     params.port = 0
     params.n_gpu_layers = 0
-    params.use_mmap = False  # a page cache that is reclaimed under the run would be measured, not the server
+    # Into memory, not mapped: a page cache that is reclaimed under the run would be measured, not the server.
+    params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
     params.cache_ram_mib = 0
     server = xllamacpp.Server(params)
     print("LISTEN", server.listening_address.removeprefix("http://"), flush=True)

@@ -33,6 +33,7 @@ def test_deltas_add_up_to_the_whole_decode(name):
     marks = [index for index, part in enumerate(table.parts) if isinstance(part, str) and not part.strip()] or [0]
     ids = st.lists(st.integers(0, size) | st.sampled_from(lone) | st.sampled_from(marks), max_size=40)
 
+    @text_samples.PROPERTY
     @given(ids, st.lists(st.integers(0, 1000), max_size=20))
     def check(ids, cuts):
         assert streamed(table.start(), ids, cuts) == tokenizer.decode(ids)
@@ -46,6 +47,7 @@ def test_encoded_text_streams_back(name):
     """Text, cut anywhere between its tokens and in the middle of its characters, comes back as the whole decode."""
     tokenizer, table = text_samples.sample(name), text_samples.table(name)
 
+    @text_samples.PROPERTY
     @given(st.text(max_size=30), st.lists(st.integers(0, 1000), max_size=20))
     @example("  two  spaces 😀\n\n你好 ▁ \u00a0", [1, 2, 3, 5, 8, 9, 10, 11, 12])
     def check(text, cuts):
@@ -55,6 +57,7 @@ def test_encoded_text_streams_back(name):
     check()
 
 
+@text_samples.PROPERTY
 @given(st.lists(st.sampled_from(b"A\x80\xbf\xc2\xe0\xa0\xed\x9f\xf0\x90\xf4\x8f\xf5\xff\xe4\xbd\xc0\xe1"), max_size=12))
 def test_invalid_utf8_reads_as_in_the_whole_decode(data):
     """Byte by byte, ill-formed sequences give as many U+FFFD as the tokenizer's own decode, for both byte kinds."""
@@ -105,6 +108,7 @@ def test_pending_is_what_a_flush_would_add():
     assert stream.flush() == "\ufffd" * 2 == tokenizer.decode(byte_ids[:-1])
 
 
+@text_samples.PROPERTY
 @given(st.integers(0, 3), st.lists(st.sampled_from(" abc"), max_size=8), st.lists(st.integers(0, 99), max_size=4))
 def test_leading_blanks_are_stripped_once(count, chars, cuts):
     """Up to as many blanks as the decoder says, at the start only, whether text or byte tokens write them."""

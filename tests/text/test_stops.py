@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import text_samples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def run(stops, deltas):
     return out + matcher.flush(), None
 
 
+@text_samples.PROPERTY
 @given(
     st.lists(small, min_size=1, max_size=5),
     st.text(alphabet="ab\n", max_size=25),
@@ -79,12 +81,12 @@ def test_rules_in_examples(stops, deltas, out, stop):
 
 
 def test_limits():
-    """STOPS_MAX strings of STOP_CHARS_MAX characters work; one more of either, or an empty one, is refused."""
-    most = ["a" * (limits.STOP_CHARS_MAX - 2) + f"{index:02}" for index in range(limits.STOPS_MAX)]
+    """STOPS_CEILING strings of STOP_CHARS_MAX characters work; one more of either, or an empty one, is refused."""
+    most = ["a" * (limits.STOP_CHARS_MAX - 2) + f"{index:02}" for index in range(limits.STOPS_CEILING)]
     text = "a" * 1000
     assert run(most, [text, "07", "b"]) == ("a" * (1000 - limits.STOP_CHARS_MAX + 2), most[7])
     for stops in ([*most, "b"], ["a" * (limits.STOP_CHARS_MAX + 1)], [""], ["a", ""]):
         with pytest.raises(CallerError) as caught:
             stop_set(stops)
         assert caught.value.field == "stop"
-        assert str(limits.STOPS_MAX) in str(caught.value) or str(limits.STOP_CHARS_MAX) in str(caught.value)
+        assert str(limits.STOPS_CEILING) in str(caught.value) or str(limits.STOP_CHARS_MAX) in str(caught.value)

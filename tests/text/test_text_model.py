@@ -64,11 +64,11 @@ def test_an_empty_prompt_is_bos_or_refused():
 
 
 def test_the_length_limit_of_a_prompt(monkeypatch):
-    """PROMPT_CHARS_MAX characters are accepted, one more is refused and the message says both numbers."""
+    """PROMPT_CHARS_CEILING characters are accepted, one more is refused and the message says both numbers."""
     model = text_samples.text_model("byte_level")
-    with pytest.raises(CallerError, match="4,194,305 characters; at most 4,194,304"):
-        model.from_completion("1" * (limits.PROMPT_CHARS_MAX + 1))
-    monkeypatch.setattr("residentd.text.model.PROMPT_CHARS_MAX", 2000)  # the real one takes seconds to encode
+    with pytest.raises(CallerError, match="16,777,217 characters; at most 16,777,216"):
+        model.from_completion("1" * (limits.PROMPT_CHARS_CEILING + 1))
+    monkeypatch.setattr("residentd.text.model.PROMPT_CHARS_CEILING", 2000)  # the real one takes seconds to encode
     assert len(model.from_completion("1" * 2000)) == 2000
     with pytest.raises(CallerError, match="2,001 characters; at most 2,000"):
         model.from_completion("1" * 2001)
@@ -153,6 +153,7 @@ def test_a_stop_string_cuts_text_and_tokens(name):
     model = text_samples.text_model(name, None)
     stops = st.lists(st.text(alphabet="the wasn\né你", min_size=1, max_size=4), max_size=4)
 
+    @text_samples.PROPERTY
     @given(st.text(alphabet="the wasn\né你😀", max_size=20), stops, st.lists(st.integers(0, 1000), max_size=10))
     @example("the\n\nwas", ["\n\n"], [])
     @example("was\n", ["\n"], [1, 2, 3, 4])
@@ -165,6 +166,7 @@ def test_a_stop_string_cuts_text_and_tokens(name):
     check()
 
 
+@text_samples.PROPERTY
 @given(
     st.lists(st.integers(0, 300), max_size=30), st.lists(st.sampled_from(["e", "\n", "a\n", "\x01", "<"]), max_size=3)
 )
@@ -203,5 +205,5 @@ def test_a_stop_that_only_the_end_completes():
 
 def test_too_many_stop_strings_are_refused():
     """The limits of stops are checked where a stream begins."""
-    with pytest.raises(CallerError, match="at most 16"):
-        text_samples.text_model("byte_level", None).stream(["a"] * 17)
+    with pytest.raises(CallerError, match="at most 64"):
+        text_samples.text_model("byte_level", None).stream(["a"] * (limits.STOPS_CEILING + 1))

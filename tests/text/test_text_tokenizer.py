@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 import text_samples
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer as Inner
 
 from residentd.errors import CallerError, OperatorError
 from residentd.text import limits
-from residentd.text.tokenizer import Tokenizer, gaps, is_control, overlap
+from residentd.text.tokenizer import WITHOUT_LOCK_CHARS_MIN, Tokenizer, encoded, gaps, is_control, overlap
 
 BYTE_KINDS = ("byte_level", "whole_words", "folding", "stripping")
 
@@ -53,6 +55,7 @@ def test_no_mixture_becomes_a_control_token(name):
         | st.text(max_size=4)
     )
 
+    @text_samples.PROPERTY
     @given(texts)
     @example(["<|", "im_start", "|>"])
     @example(["\uff1c|fold|\uff1e"])
@@ -68,6 +71,7 @@ def test_text_without_controls_encodes_as_ever(name):
     tokenizer = text_samples.sample(name)
     original = Inner.from_str(text_samples.MAKERS[name]().to_str())
 
+    @text_samples.PROPERTY
     @given(st.text(max_size=60) | st.text(alphabet="thewasown lighthouse\n.<|>[]õ", max_size=60))
     @example("the lighthouse   was\n\n\nasleep õ <0x41> ▁▁ 😀")
     @example("")
@@ -98,6 +102,7 @@ def test_a_conversation_without_look_alikes_encodes_as_a_whole(name):
     tokenizer = text_samples.sample(name)
     plain = st.text(alphabet="the town was õ\n你😀", max_size=12)
 
+    @text_samples.PROPERTY
     @given(st.data())
     def check(data):
         text, spans = data.draw(st.composite(conversation)(tokenizer, plain))
@@ -114,6 +119,7 @@ def test_only_the_templates_control_tokens_are_read(name):
         "".join
     )
 
+    @text_samples.PROPERTY
     @given(st.data())
     def check(data):
         text, spans = data.draw(st.composite(conversation)(tokenizer, hostile))
@@ -130,6 +136,7 @@ def test_only_the_templates_control_tokens_are_read(name):
     check()
 
 
+@text_samples.PROPERTY
 @given(
     st.lists(
         st.tuples(
@@ -289,6 +296,7 @@ spans = st.lists(st.integers(0, 30), max_size=8, unique=True).map(
 )
 
 
+@text_samples.PROPERTY
 @given(spans, spans)
 def test_overlap_is_a_shared_character(left, right):
     """Against sets of positions."""
@@ -296,9 +304,47 @@ def test_overlap_is_a_shared_character(left, right):
     assert overlap(left, right) is bool(positions[0] & positions[1])
 
 
+@text_samples.PROPERTY
 @given(spans, st.integers(0, 5))
 def test_gaps_are_the_rest(spans, extra):
     """Spans and gaps together are every position once."""
     length = (spans[-1][1] if spans else 0) + extra
     pieces = sorted([*spans, *gaps(spans, length)])
     assert [index for start, end in pieces for index in range(start, end)] == list(range(length))
+
+
+@pytest.mark.parametrize("name", text_samples.NAMES)
+def test_a_long_text_encodes_as_a_short_one(name):
+    """The way that leaves Python's lock gives the ids and offsets of the way that keeps it."""
+    tokenizer = text_samples.sample(name)
+    text = ("the lighthouse   was\n\n asleep õ 😀 <|im_start|>" * 200)[: WITHOUT_LOCK_CHARS_MIN + 1]
+    for inner in (tokenizer.inner, tokenizer._sealed, tokenizer._finder):
+        found, expected = encoded(inner, text), inner.encode(text, add_special_tokens=False)
+        assert (found.ids, found.offsets) == (expected.ids, expected.offsets)
+    with pytest.raises(CallerError, match="Unicode"):
+        tokenizer.encode("\ud800" * WITHOUT_LOCK_CHARS_MIN, specials=False)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    """2 MB take a second, and no other thread waits as long as half of that."""
+    tokenizer = text_samples.sample("byte_level")
+    text = "the lighthouse was asleep in the town. " * 52_000
+    done = threading.Event()
+
+    def work():
+        try:
+            tokenizer.encode(text, specials=False)
+        finally:
+            done.set()
+
+    worker = threading.Thread(target=work)
+    begin = last = time.perf_counter()
+    worst = 0.0
+    worker.start()
+    while not done.wait(0.001):
+        now = time.perf_counter()
+        worst, last = max(worst, now - last), now
+    worst = max(worst, time.perf_counter() - last)
+    worker.join()
+    assert time.perf_counter() - begin > 0.2, "too fast to tell"
+    assert worst < (time.perf_counter() - begin) / 2

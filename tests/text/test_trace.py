@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import text_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@text_samples.BRIEF
 @given(traced(), st.text(alphabet=ALPHABET, max_size=2), st.integers(-3, 6))
 def test_an_operation_keeps_whose_each_character_is(name, text_and_mine, chars, count):
     """Every followed operation gives what str gives, and each character stays the caller's or the template's."""
@@ -81,6 +83,7 @@ def test_an_operation_keeps_whose_each_character_is(name, text_and_mine, chars, 
 
 
 @pytest.mark.parametrize("name", ["lower", "upper", "casefold", "capitalize", "title", "swapcase"])
+@text_samples.BRIEF
 @given(traced())
 def test_a_change_of_case_keeps_places(name, text_and_mine):
     """One to one where lengths agree; else the whole result is the caller's, and says that it is mixed."""
@@ -97,6 +100,7 @@ def test_a_change_of_case_keeps_places(name, text_and_mine):
         assert result.mixed or len(mine) == len(text)
 
 
+@text_samples.BRIEF
 @given(traced(), traced(), st.integers(-1, 3))
 def test_joining_shifts(left, right, count):
     """`join`, + and * put the spans where the characters go."""
@@ -175,6 +179,7 @@ def test_is_whole(text, whole):
     assert is_whole(text) is whole
 
 
+@text_samples.BRIEF
 @given(traced())
 def test_redacted_text_holds_nothing_of_the_callers(text_and_mine):
     """An ellipsis stands for each of the caller's stretches, and the template's text stays."""

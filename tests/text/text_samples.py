@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Inner
 
@@ -16,6 +17,9 @@ from residentd.text.chat import ChatTemplate
 from residentd.text.detokenizer import table_for
 from residentd.text.model import TextModel
 from residentd.text.tokenizer import Tokenizer
+
+PROPERTY = settings(deadline=None)  # a busy machine is no failure
+BRIEF = settings(deadline=None, max_examples=40)  # for properties that hold for each entry of a long table
 
 EXPORTS = Path(__file__).resolve().parent.parent / "fixtures" / "exports"
 EXPORT_NAMES = tuple(sorted(path.parent.name for path in EXPORTS.glob("*/goldens.json")))

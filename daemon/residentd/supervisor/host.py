@@ -53,7 +53,7 @@ PING_PERIOD_S: Final = 15.0
 STOP_GRACE_S: Final = 2.0
 
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Weights on transparent huge pages: 2 to 3 % off a step (SmolLM2-135M, 2 cores, 2026-12). An operator's own value wins."""
+"""Weights on huge pages: 2 to 3 % off a step (SmolLM2-135M, 2 cores, 2026-12). An operator's own value wins."""
 
 log = structlog.get_logger("residentd.host")
 

@@ -12,8 +12,9 @@ import jinja2
 from residentd.errors import CallerError, OperatorError
 from residentd.text.budget import Budget, BudgetError
 from residentd.text.limits import (
-    MESSAGES_MAX,
-    PROMPT_CHARS_MAX,
+    MESSAGES_CEILING,
+    PROMPT_CHARS_CEILING,
+    REASON_CHARS_MAX,
     RENDERED_CHARS_MAX,
     ROLE_CHARS_MAX,
     TEMPLATE_BYTES_MAX,
@@ -93,7 +94,9 @@ class ChatTemplate:
             text = self._write(messages, settings, mark=plain)
         except RaisedByTemplateError as error:
             raise CallerError(
-                f"the chat template refuses these messages: {error.message}. Change the messages", field="messages"
+                f"the chat template refuses these messages: {str(error.message)[:REASON_CHARS_MAX].rstrip('.')}. "
+                "Change the messages",
+                field="messages",
             ) from error
         except BudgetError as error:
             raise CallerError(
@@ -146,9 +149,9 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raise CallerError unless there are messages, within the limits."""
     if not messages:
         raise CallerError("there are no messages. Send at least one", field="messages")
-    if len(messages) > MESSAGES_MAX:
+    if len(messages) > MESSAGES_CEILING:
         raise CallerError(
-            f"there are {len(messages):,} messages; at most {MESSAGES_MAX:,} are accepted. Drop or merge old ones",
+            f"there are {len(messages):,} messages; at most {MESSAGES_CEILING:,} are accepted. Drop or merge old ones",
             field="messages",
         )
     for index, message in enumerate(messages):
@@ -159,8 +162,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
                 field="messages",
             )
     total = sum(len(message.content) for message in messages)
-    if total > PROMPT_CHARS_MAX:
+    if total > PROMPT_CHARS_CEILING:
         raise CallerError(
-            f"the messages have {total:,} characters together; at most {PROMPT_CHARS_MAX:,} are accepted. Shorten them",
+            f"the messages have {total:,} characters together; at most {PROMPT_CHARS_CEILING:,} are accepted. Shorten them",
             field="messages",
         )

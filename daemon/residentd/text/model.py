@@ -12,7 +12,7 @@ from residentd.errors import CallerError, OperatorError, StoreError
 from residentd.models import manifest
 from residentd.text.chat import ChatTemplate
 from residentd.text.detokenizer import Detokenizer, DetokenizerTable, table_for
-from residentd.text.limits import PROMPT_CHARS_MAX
+from residentd.text.limits import PROMPT_CHARS_CEILING
 from residentd.text.stops import StopMatcher, StopSet, stop_set
 from residentd.text.tokenizer import Tokenizer
 from residentd.types import ChatMessage
@@ -114,13 +114,17 @@ class TextModel:
                     f"{len(golden.ids)} recorded at install: the tokenizers library has changed. Reinstall the model"
                 )
 
-    def from_completion(self, prompt: str) -> tuple[int, ...]:
-        """Ids of a plain prompt, all of it text, after one BOS if the model has it. Raises CallerError."""
-        if len(prompt) > PROMPT_CHARS_MAX:
+    def from_completion(self, prompt: str, *, tokens_max: int | None = None) -> tuple[int, ...]:
+        """Ids of a plain prompt, all of it text, after one BOS if the model has it. Raises CallerError.
+
+        A prompt that cannot have `tokens_max` tokens or fewer is refused before it is tokenized, where that is known.
+        """
+        if len(prompt) > PROMPT_CHARS_CEILING:
             raise CallerError(
-                f"the prompt has {len(prompt):,} characters; at most {PROMPT_CHARS_MAX:,} are accepted. Shorten it",
+                f"the prompt has {len(prompt):,} characters; at most {PROMPT_CHARS_CEILING:,} are accepted. Shorten it",
                 field="prompt",
             )
+        self._check_fits(byte_count(prompt), tokens_max, "prompt")
         ids = self._with_one_bos(self.tokenizer.encode(prompt, specials=False))
         if ids:
             return ids
@@ -131,15 +135,21 @@ class TextModel:
             )
         return (self.bos_id,)
 
-    def from_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
+    def from_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tokens_max: int | None = None
+    ) -> tuple[int, ...]:
         """Ids of a conversation as the model's template writes it, after exactly one BOS if it has one.
 
-        Control tokens are the template's alone: their text inside a message stays text. Raises CallerError.
+        Control tokens are the template's alone: their text inside a message stays text. Raises CallerError; as
+        from_completion does for what cannot have `tokens_max` tokens or fewer.
         """
         if self.template is None:
             raise CallerError("this model has no chat template. Send a prompt instead of messages", field="messages")
         rendered = self.template.render(messages, add_generation_prompt=add_generation_prompt)
         if rendered.exact:
+            # What the template wrote may be a BOS too many, which is dropped; what a caller wrote never is.
+            text = "".join([rendered.text[start:end] for start, end in rendered.user_spans])
+            self._check_fits(byte_count(text), tokens_max, "messages")
             ids = self.tokenizer.encode_mixed(rendered.text, rendered.user_spans)
         else:
             self._check_free_of_controls(messages)
@@ -154,6 +164,15 @@ class TextModel:
     def stream(self, stops: Sequence[str]) -> TextStream:
         """A new answer's text, ended by the first of `stops`. Raises CallerError."""
         return TextStream(self.table.start(), stop_set(stops))
+
+    def _check_fits(self, text_bytes: int, tokens_max: int | None, field: str) -> None:
+        least = self.tokenizer.tokens_min(text_bytes)
+        if tokens_max is not None and least > tokens_max:
+            raise CallerError(
+                f"the prompt has {text_bytes:,} bytes, so at least {least:,} tokens; it cannot fit the context of "
+                f"{tokens_max:,} tokens. Shorten it",
+                field=field,
+            )
 
     def _with_one_bos(self, ids: list[int]) -> tuple[int, ...]:
         if not self.adds_bos:
@@ -173,6 +192,11 @@ class TextModel:
                     "mixes messages with its own text in a way that cannot be kept apart. Take it out of the message",
                     field="messages",
                 )
+
+
+def byte_count(text: str) -> int:
+    """Bytes of `text` in UTF-8, half surrogate pairs included: those are refused where the text is encoded."""
+    return len(text.encode(errors="surrogatepass"))
 
 
 def read(path: Path, what: str) -> bytes:

@@ -7,26 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from residentd.errors import CallerError
-from residentd.text.limits import STOP_CHARS_MAX, STOPS_MAX
+from residentd.text.limits import STOP_CHARS_MAX, STOPS_CEILING
 
 
 @dataclass(frozen=True, slots=True)
 class StopSet:
     """The stop strings of one request.
 
-    `beginnings` are their proper prefixes by last character, longest first; `openings` matches their first characters.
+    `beginnings` are their proper prefixes, `lengths` those of the prefixes that end in a character, longest first;
+    `openings` matches their first characters.
     """
 
     stops: tuple[str, ...]
-    beginnings: dict[str, tuple[str, ...]]
+    beginnings: frozenset[str]
+    lengths: dict[str, tuple[int, ...]]
     openings: re.Pattern[str]
 
 
 def stop_set(stops: Sequence[str]) -> StopSet:
     """Raise CallerError if there are too many, or one is empty or too long."""
-    if len(stops) > STOPS_MAX:
+    if len(stops) > STOPS_CEILING:
         raise CallerError(
-            f"there are {len(stops)} stop strings; at most {STOPS_MAX} are accepted. Drop some", field="stop"
+            f"there are {len(stops)} stop strings; at most {STOPS_CEILING} are accepted. Drop some", field="stop"
         )
     for index, stop in enumerate(stops):
         if not 0 < len(stop) <= STOP_CHARS_MAX:
@@ -36,12 +38,13 @@ def stop_set(stops: Sequence[str]) -> StopSet:
                 field="stop",
             )
     unique = tuple(dict.fromkeys(stops))
-    prefixes = sorted({stop[:length] for stop in unique for length in range(1, len(stop))}, key=len, reverse=True)
-    beginnings: dict[str, list[str]] = {}
-    for prefix in prefixes:
-        beginnings.setdefault(prefix[-1], []).append(prefix)
+    beginnings = frozenset(stop[:length] for stop in unique for length in range(1, len(stop)))
+    lengths: dict[str, set[int]] = {}
+    for beginning in beginnings:
+        lengths.setdefault(beginning[-1], set()).add(len(beginning))
     openings = re.compile("|".join(re.escape(char) for char in sorted({stop[0] for stop in unique})) or "(?!)")
-    return StopSet(unique, {last: tuple(group) for last, group in beginnings.items()}, openings)
+    descending = {last: tuple(sorted(found, reverse=True)) for last, found in lengths.items()}
+    return StopSet(unique, beginnings, descending, openings)
 
 
 class StopMatcher:
@@ -90,7 +93,7 @@ class StopMatcher:
 
     def _beginning(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        for prefix in self._set.beginnings.get(text[-1:], ()):
-            if text.endswith(prefix):
-                return len(prefix)
+        for length in self._set.lengths.get(text[-1:], ()):
+            if length <= len(text) and text[-length:] in self._set.beginnings:
+                return length
         return 0

@@ -31,6 +31,7 @@ EXAMPLES: tuple[tuple[errors.ResidentError, ExitCode], ...] = (
     (errors.EngineFailedError("the engine died 5 times"), ExitCode.FAILED),
     (errors.OperatorError("model name 'X' is not allowed"), ExitCode.USAGE),
     (errors.ConfigError("unknown key"), ExitCode.FAILED),
+    (errors.LoadError("model x@2 could not be loaded: it differs from its goldens"), ExitCode.MACHINE),
     (errors.ConflictError("another installation is running"), ExitCode.FAILED),
     (errors.SourceError(FINDINGS), ExitCode.SOURCE_REFUSED),
     (errors.AccuracyError("logits differ by 0.3; the bound is 0.001"), ExitCode.ACCURACY),

@@ -205,16 +205,24 @@ def test_a_version_can_be_named(stub: inference_pb2_grpc.InferenceStub) -> None:
     assert len(texts) == 1
 
 
-def test_an_oversized_message_is_refused_by_the_transport(stub: inference_pb2_grpc.InferenceStub) -> None:
-    """message_bytes_max is enforced before the request is parsed, and the limit is in the status."""
+def test_an_oversized_message_is_refused(stub: inference_pb2_grpc.InferenceStub) -> None:
+    """Past message_bytes_max the error names the key; past twice that gRPC refuses it unparsed, with the numbers."""
     with pytest.raises(grpc.RpcError) as refusal:
-        stub.Complete(pb.GenerateRequest(prompt="x" * 200_000))
+        stub.Complete(pb.GenerateRequest(prompt="x" * 150_000))
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "limits.message_bytes_max" in refusal.value.details()
+    with pytest.raises(grpc.RpcError) as refusal:
+        stub.CountTokens(pb.CountTokensRequest(prompt="x" * 300_000))
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "100000" in refusal.value.details()
+    assert "200000" in refusal.value.details()
 
 
-def test_oversized_metadata_is_refused_by_the_transport(stub: inference_pb2_grpc.InferenceStub) -> None:
-    """metadata_bytes_max is enforced: a call with larger headers fails and the next one works."""
+def test_oversized_metadata_is_refused(stub: inference_pb2_grpc.InferenceStub) -> None:
+    """Past metadata_bytes_max the error names the key; far past it gRPC refuses; the next call works either way."""
+    with pytest.raises(grpc.RpcError) as refusal:
+        stub.Complete(greedy("a", 1), metadata=(("x-large", "y" * 3_000),))
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "limits.metadata_bytes_max" in refusal.value.details()
     with pytest.raises(grpc.RpcError):
         stub.Complete(greedy("a", 1), metadata=(("x-large", "y" * 10_000),))
     assert stub.Complete(greedy("a", 1)).finish.usage.completion_tokens == 1

@@ -86,6 +86,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.CountTokensRequest, context: convert.Context
     ) -> inference_pb2.CountTokensResponse:
         async with convert.reporting(context):
+            limits = self._config.limits
+            parameters.check_sizes(request, context.invocation_metadata() or (), limits)
             loaded = self._engines.resolve(request.model)
             as_generate = inference_pb2.GenerateRequest()
             match request.WhichOneof("input"):
@@ -93,7 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     as_generate.prompt = request.prompt
                 case "chat":
                     as_generate.chat.CopyFrom(request.chat)
-            ids = await parameters.prompt_ids_of(as_generate, loaded, self._config.limits)
+            ids = await parameters.prompt_ids_of(as_generate, loaded, limits)
             return inference_pb2.CountTokensResponse(
                 tokens=len(ids),
                 context=loaded.manifest.content.engine.limits.context,
@@ -128,6 +130,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Validate the whole request, then hand it to its engine. Raises ResidentError; then nothing has happened."""
         arrived_ns = time.monotonic_ns()
         limits = self._config.limits
+        parameters.check_sizes(message, context.invocation_metadata() or (), limits)
         loaded = self._engines.resolve(message.model)
         with self._place():
             ids = await parameters.prompt_ids_of(message, loaded, limits)

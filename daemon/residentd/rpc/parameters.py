@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from resident.v1 import inference_pb2
@@ -17,6 +17,27 @@ from residentd.types import ChatMessage, SamplingParams
 SEED_BITS_DRAWN: Final = 63
 INLINE_BYTES_MAX: Final = 16_384
 """A prompt up to this size is tokenized on the event loop, in a few milliseconds; a hop to a thread costs 0.1."""
+
+
+def check_sizes(
+    message: inference_pb2.GenerateRequest | inference_pb2.CountTokensRequest,
+    metadata: Iterable[tuple[str, str | bytes]],
+    limits: Limits,
+) -> None:
+    """Raises CallerError naming the limit that the call itself, message or headers, is over."""
+    if message.ByteSize() > limits.message_bytes_max:
+        raise CallerError(
+            f"the request has {message.ByteSize():,} bytes; at most {limits.message_bytes_max:,} are accepted "
+            "(limits.message_bytes_max). Shorten it",
+            field="input",
+        )
+    size = sum(len(key) + len(value) for key, value in metadata)
+    if size > limits.metadata_bytes_max:
+        raise CallerError(
+            f"the call's metadata has {size:,} bytes; at most {limits.metadata_bytes_max:,} are accepted "
+            "(limits.metadata_bytes_max). Send less",
+            field="metadata",
+        )
 
 
 async def prompt_ids_of(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: Limits) -> tuple[int, ...]:

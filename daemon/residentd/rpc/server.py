@@ -19,6 +19,8 @@ from residentd.rpc.health import HealthFeed
 from residentd.rpc.inference import InferenceServicer
 from residentd.supervisor.engines import Engines
 
+TRANSPORT_FACTOR: Final = 2
+"""gRPC refuses by itself what is past this multiple of a limit, in its own words; below that our error names the key."""
 OTHER_CALLS_MAX: Final = 64  # in progress beside the generations: health watches, status, counts
 ADMIN_SOCKET_MODE: Final = 0o660
 UNIX_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path, less its terminator
@@ -103,9 +105,9 @@ def _options(config: Config) -> list[tuple[str, int]]:
     limits = config.limits
     return [
         ("grpc.so_reuseport", 0),  # two daemons on one port must be an error, not a lottery
-        ("grpc.max_receive_message_length", limits.message_bytes_max),
-        ("grpc.max_metadata_size", limits.metadata_bytes_max),
-        ("grpc.absolute_max_metadata_size", limits.metadata_bytes_max),
+        ("grpc.max_receive_message_length", TRANSPORT_FACTOR * limits.message_bytes_max),
+        ("grpc.max_metadata_size", TRANSPORT_FACTOR * limits.metadata_bytes_max),
+        ("grpc.absolute_max_metadata_size", TRANSPORT_FACTOR * limits.metadata_bytes_max),
         ("grpc.max_concurrent_streams", limits.streams_max),
         *KEEPALIVE_OPTIONS,
     ]

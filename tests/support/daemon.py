@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -37,6 +37,7 @@ class Daemon:
     state: Path
     address: str
     log: Path
+    killed: set[int] = field(default_factory=set)
 
     def channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address)
@@ -58,8 +59,9 @@ class Daemon:
             return []
 
     def kill_worker(self) -> bool:
-        """SIGKILL a worker. False when there was none to kill just now."""
-        for pid in self.worker_pids():
+        """SIGKILL a worker that was not killed before. False when there was none just now."""
+        for pid in set(self.worker_pids()) - self.killed:
+            self.killed.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 return True

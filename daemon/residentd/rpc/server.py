@@ -20,7 +20,7 @@ from residentd.rpc.inference import InferenceServicer
 from residentd.supervisor.engines import Engines
 
 TRANSPORT_FACTOR: Final = 2
-"""gRPC refuses by itself what is past this multiple of a limit, in its own words; below that our error names the key."""
+"""gRPC itself refuses what is past this multiple of a limit, in its own words; below that our error names the key."""
 OTHER_CALLS_MAX: Final = 64  # in progress beside the generations: health watches, status, counts
 ADMIN_SOCKET_MODE: Final = 0o660
 UNIX_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path, less its terminator

@@ -13,6 +13,7 @@ Exit codes: 0 installed; 1 our own fault; 2 usage; 3 the source is refused; 4 th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -146,17 +147,14 @@ def _install(parsed: argparse.Namespace, reporter: Reporter) -> None:
     from residentd_build.pipeline import build  # noqa: PLC0415 - a wrong option is refused before a second of imports
 
     store = Store(parsed.state)
-    store.sweep()
-    with store.staging() as stage:
-        manifest = build(parsed.source, stage.path, options, reporter.progress, store.check_room)
-        # From here on the version is whole or absent, and registered if whole: a signal would only confuse which.
-        _ignore_signals()
-        store.publish(stage, manifest)
-    registry = Registry(parsed.state)
-    try:
-        version = registry.add_version(manifest.name, manifest.digest, activate=not parsed.keep_active)
-    finally:
-        registry.close()
+    with contextlib.closing(Registry(parsed.state)) as registry:
+        store.sweep(lambda: {version.digest for version in registry.versions()})
+        with store.staging() as stage:
+            manifest = build(parsed.source, stage.path, options, reporter.progress, store.check_room)
+            # From here on the version is whole or absent, and registered if whole: a signal would only confuse which.
+            _ignore_signals()
+            store.publish(stage, manifest)
+            version = registry.add_version(manifest.name, manifest.digest, activate=not parsed.keep_active)
     reporter.installed(manifest, version, is_active=not parsed.keep_active)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import onnx_ir as ir
-from tokenizers import Tokenizer
 
+from residentd.errors import Finding, OperatorError, SourceError, StoreError
 from residentd.models.manifest import (
     SCHEMA,
     Agreement,
@@ -24,6 +24,8 @@ from residentd.models.manifest import (
     content_digest,
 )
 from residentd.models.store import measure_files
+from residentd.text.model import TextModel
+from residentd.text.tokenizer import Tokenizer
 from residentd_build.draft import Draft, draft_from_model
 from residentd_build.fingerprint import machine, tool_versions
 from residentd_build.lower import onnxruntime as lower
@@ -75,6 +77,7 @@ def build(directory: Path, stage: Path, options: Options, progress: Progress, ch
     lines = rewrite(draft, progress)
     check_room(_bytes_needed(source))
     write_text(source, stage)
+    check_text(source, stage)
     write_engine(draft, stage, progress)
     engine = describe_engine(draft, source, options)
     progress("verify", STAGES["verify"], "comparing the engine with its export")
@@ -108,6 +111,15 @@ def write_text(source: Source, stage: Path) -> None:
     (stage / TOKENIZER_FILE).write_bytes(source.text.tokenizer_json)
     if source.text.chat_template is not None:
         (stage / CHAT_TEMPLATE_FILE).write_text(source.text.chat_template, encoding="utf-8")
+
+
+def check_text(source: Source, stage: Path) -> None:
+    """Load the staged files as the daemon will, golden texts included. Raises SourceError."""
+    try:
+        TextModel.load(_describe_text(source), stage).verify(_text_goldens(source.text.tokenizer_json))
+    except (OperatorError, StoreError) as error:
+        remedy = "Save the tokenizer again with transformers' save_pretrained, from the model's own tokenizer"
+        raise SourceError([Finding(str(error), TOKENIZER_FILE, remedy)]) from error
 
 
 def write_engine(draft: Draft, stage: Path, progress: Progress) -> None:
@@ -182,11 +194,9 @@ def _describe_text(source: Source) -> Text:
 
 
 def _text_goldens(tokenizer_json: bytes) -> tuple[TextGolden, ...]:
-    """Plain encodings, without what the tokenizer adds by itself."""
-    tokenizer = Tokenizer.from_buffer(tokenizer_json)
-    return tuple(
-        TextGolden(text=text, ids=tuple(tokenizer.encode(text, add_special_tokens=False).ids)) for text in GOLDEN_TEXTS
-    )
+    """Plain encodings, without what the tokenizer adds or cuts by itself."""
+    tokenizer = Tokenizer(tokenizer_json)
+    return tuple(TextGolden(text=text, ids=tuple(tokenizer.encode(text, specials=False))) for text in GOLDEN_TEXTS)
 
 
 def _bytes_needed(source: Source) -> int:

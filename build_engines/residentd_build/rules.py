@@ -204,6 +204,8 @@ def _reshape(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
         wanted = [source.dims[axis] if dim == 0 else dim for axis, dim in enumerate(wanted)]
     dims = _infer(source.dims, wanted)
     _check_reshaped(source.dims, dims)
+    if any(UNKNOWN_DIM in source.dims[:axis] for axis in source.token_axes):
+        return [UNKNOWN]  # two lengths that are not known may differ, so what lies before the tokens may have changed
     return [_with_content(source, dims)]
 
 
@@ -257,7 +259,13 @@ def _squeeze(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     if source.dims is None or (axes is None and _has_input(node, 1)):
         return [UNKNOWN]
     if axes is None:
+        if any(not isinstance(dim, int) for dim in source.dims):
+            for dim in source.dims:
+                _refuse_tokens(dim, "drops, where there is one token,")
+            return [UNKNOWN]
         axes = [axis for axis, dim in enumerate(source.dims) if dim == 1]
+    for axis in axes:
+        _refuse_tokens(source.dims[axis], "drops")
     gone = {axis % len(source.dims) for axis in axes}
     return [_with_content(source, tuple(dim for axis, dim in enumerate(source.dims) if axis not in gone))]
 
@@ -354,7 +362,7 @@ def _tile(_node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     for dim, count in zip(source.dims, repeats.content.tolist(), strict=True):
         if count != 1:
             _refuse_tokens(dim, "repeats")
-    return [of_dims(dim * count for dim, count in zip(source.dims, repeats.content.tolist(), strict=True))]
+    return [_checked([dim * count for dim, count in zip(source.dims, repeats.content.tolist(), strict=True)])]
 
 
 def _split(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
@@ -440,7 +448,9 @@ def _gemm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     left = left[::-1] if attribute(node, "transA", 0) else left
     right = right[::-1] if attribute(node, "transB", 0) else right
     _refuse_tokens(left[1], "sums over")
-    return [_checked((left[0], right[1]))]
+    _refuse_tokens(right[0], "sums over")
+    added = _known(inputs, 2).dims if _has_input(node, 2) else ()
+    return [UNKNOWN if added is None else _checked(broadcast([(left[0], right[1]), added]))]
 
 
 def _reduce(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
@@ -449,7 +459,10 @@ def _reduce(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
         return [UNKNOWN]
     if source.dims is None or (axes is None and _has_input(node, 1)):
         return [UNKNOWN]
-    gone = set(range(len(source.dims))) if axes is None else {axis % len(source.dims) for axis in axes}
+    if not axes and attribute(node, "noop_with_empty_axes", 0):
+        return [of_dims(source.dims)]
+    # No axis, or an input that holds none, means all of them.
+    gone = {axis % len(source.dims) for axis in axes} if axes else set(range(len(source.dims)))
     for axis in gone:
         _refuse_tokens(source.dims[axis], "reduces")
     kept = [
@@ -469,6 +482,19 @@ def _along_axis(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     return [of_dims(dims)]
 
 
+def _cumsum(_node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """The axis is an input, not an attribute: every place of it reaches those after (or before) it."""
+    dims, axis = _known(inputs, 0).dims, _known(inputs, 1).content
+    if dims is None:
+        return [UNKNOWN]
+    if axis is None:
+        for dim in dims:
+            _refuse_tokens(dim, "may sum, its axis being unknown, over")
+        return [of_dims(dims)]
+    _refuse_tokens(dims[int(axis.reshape(-1)[0])], "sums along")
+    return [of_dims(dims)]
+
+
 def _layer_norm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     """Normalisation over `axis` and everything after it."""
     dims = _known(inputs, 0).dims
@@ -479,9 +505,22 @@ def _layer_norm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     return [of_dims(dims), *[UNKNOWN] * (len(node.outputs) - 1)]
 
 
-def _first_input_like(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+def _skip_norm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """RMS norm over the last axis of a sum; the last output is the sum."""
+    total = _broadcast(node, inputs[:2])[0]
+    if total.dims is None:
+        return [UNKNOWN] * len(node.outputs)
+    _refuse_tokens(total.dims[-1], "normalises over")
+    return [total, UNKNOWN, UNKNOWN, total][: len(node.outputs)]
+
+
+def _rotary(_node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """Turns pairs of the last axis; with heads in front of it or [batch, tokens, heads * dim]."""
     dims = _known(inputs, 0).dims
-    return [UNKNOWN if dims is None else of_dims(dims), *[UNKNOWN] * (len(node.outputs) - 1)]
+    if dims is None:
+        return [UNKNOWN]
+    _refuse_tokens(dims[-1], "turns pairs of")
+    return [of_dims(dims)]
 
 
 def _attention(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
@@ -525,14 +564,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(_UNARY.split(), _unary),
         **dict.fromkeys(_BROADCAST.split(), _broadcast),
         **dict.fromkeys(_REDUCE.split(), _reduce),
-        **dict.fromkeys(("Softmax", "LogSoftmax", "CumSum"), _along_axis),
+        **dict.fromkeys(("Softmax", "LogSoftmax"), _along_axis),
         **dict.fromkeys(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"), _layer_norm),
-        **dict.fromkeys(("SkipSimplifiedLayerNormalization", "RotaryEmbedding"), _first_input_like),
         "Attention": _attention,
         "Cast": _cast,
         "Concat": _concat,
         "Constant": _constant,
         "ConstantOfShape": _constant_of_shape,
+        "CumSum": _cumsum,
         "Expand": _expand,
         "Flatten": _flatten,
         "Gather": _gather,
@@ -541,6 +580,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "MatMul": _matmul,
         "RaggedAttention": _ragged_attention,
         "RmsNorm": _layer_norm,
+        "RotaryEmbedding": _rotary,
+        "SkipSimplifiedLayerNormalization": _skip_norm,
         "Range": _range,
         "Reshape": _reshape,
         "Shape": _shape,

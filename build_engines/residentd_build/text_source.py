@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from residentd.errors import Finding
+from residentd.errors import CallerError, Finding, OperatorError
 from residentd.models.manifest import SamplingDefaults
+from residentd.text import tokenizer as served
+from residentd.text.chat import ChatTemplate
+from residentd.text.detokenizer import table_for
+from residentd.types import ChatMessage
 from residentd_build.source import (
+    CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
     GENERATION_FILE,
     SPECIAL_TOKENS_FILE,
@@ -24,6 +32,13 @@ Json = Mapping[str, Any]
 
 REBUILDS_POST_PROCESSOR = ("Llama", "CodeLlama", "Gemma", "Cohere")
 """Tokenizer classes of transformers whose add_bos_token overrides what tokenizer.json says (update_post_processor)."""
+CONVERSATION = (
+    ChatMessage("user", "Hello"),
+    ChatMessage("assistant", "Good evening."),
+    ChatMessage("user", "How high is the lighthouse?"),
+)
+SHORT_CHARS_MAX = 300
+FIX_TEMPLATE = "Put a working template into chat_template.jinja, or remove the template to serve plain prompts"
 FIX_TOKENIZER = "Save the tokenizer again with transformers' save_pretrained, from the model's own tokenizer"
 
 
@@ -48,9 +63,11 @@ def read_text(files: TextFiles) -> tuple[TextSource | None, list[Finding], int]:
     bos_token, bos_id = _special(files, tokenizer, "bos", findings)
     eos_token, eos_id = _special(files, tokenizer, "eos", findings)
     eos_ids = _eos_ids(files, eos_id, findings)
-    template = files.chat_template_file
+    template, where = files.chat_template_file, CHAT_TEMPLATE_FILE
     if template is None:
-        template = _template_in_config(files.tokenizer_config, findings)
+        template, where = _template_in_config(files.tokenizer_config, findings), TOKENIZER_CONFIG_FILE
+    if template is not None:
+        findings += _try_template(template, {"bos_token": bos_token, "eos_token": eos_token}, where)
     text = TextSource(
         tokenizer_json=files.tokenizer_json,
         chat_template=template,
@@ -94,10 +111,25 @@ _SAMPLING_RANGES: Mapping[str, tuple[float, float, bool]] = {
 
 
 def _tokenizer(data: bytes) -> tuple[Tokenizer | None, list[Finding]]:
+    """Loaded as the daemon loads it: what it would refuse is a finding now."""
     try:
-        return Tokenizer.from_buffer(data), []
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
-        return None, [Finding(f"the tokenizer cannot be read ({_short(error)})", TOKENIZER_FILE, FIX_TOKENIZER)]
+        loaded = served.Tokenizer(data)
+        table_for(loaded)
+    except OperatorError as error:
+        return None, [Finding(_short(error), TOKENIZER_FILE, FIX_TOKENIZER)]
+    return loaded.inner, []
+
+
+def _try_template(template: str, tokens: Mapping[str, str], where: str) -> list[Finding]:
+    """Compiled and tried out as the daemon does it. That it refuses a conversation is its right."""
+    variables = {name: token for name, token in tokens.items() if token}
+    try:
+        compiled = ChatTemplate(template, variables, now=datetime.now, clock=time.monotonic)
+        with contextlib.suppress(CallerError):
+            compiled.render(CONVERSATION)
+    except OperatorError as error:
+        return [Finding(_short(error), where, FIX_TEMPLATE)]
+    return []
 
 
 def _special(files: TextFiles, tokenizer: Tokenizer, name: str, findings: list[Finding]) -> tuple[str, int | None]:
@@ -170,4 +202,4 @@ def _adds_bos(config: Json, tokenizer: Tokenizer, bos_id: int) -> bool:
 
 
 def _short(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:SHORT_CHARS_MAX] if str(error) else type(error).__name__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from residentd_build.facts import UNKNOWN, Fact, elements, of_array
+from residentd_build.facts import UNKNOWN, UNKNOWN_DIM, Fact, elements, of_array
 from residentd_build.rules import MixesError, check_counts, rule_for
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ WEIGHT_ELEMENTS_MIN = 1 << 16
 """Initializers from this size on are weights: their content is never computed with, only rows are looked up."""
 TABLE_OPERATORS = frozenset({"RotaryEmbedding"})
 """Operators whose large initializers are tables to look rows up in, as those of Gather are."""
+MEETING_OPERATORS = frozenset({"RaggedAttention"})
+"""Tokens meet in these, and their caches, which have no token axis, are followed by the independence pass itself."""
 EVALUATED_DOMAINS = frozenset({"", "ai.onnx"})
 EVALUATED_WITHOUT_RULE = frozenset(
     {"Trilu", "ScatterND", "ScatterElements", "GatherElements", "GatherND", "NonZero", "EyeLike"}
@@ -94,7 +97,21 @@ def _follow(node: ir.Node, inputs: Sequence[Fact | None], result: Trace, opset: 
         if any(fact.may_hold_tokens for fact in known):
             result.problems[node] = Problem("is not known to treat every token by itself", is_certain=False)
         return [UNKNOWN] * len(node.outputs)
+    if _loses_tokens(node, inputs, facts):
+        result.problems[node] = Problem("is not followed with the dimensions known here", is_certain=False)
     return facts
+
+
+def _loses_tokens(node: ir.Node, inputs: Sequence[Fact | None], facts: Sequence[Fact]) -> bool:
+    """Whether the token axis goes in and a used output no longer tells where it is: what comes after is unguarded."""
+    if node.op_type in MEETING_OPERATORS or not any(fact is not None and fact.token_axes for fact in inputs):
+        return False
+    for output, fact in zip_longest(node.outputs, facts[: len(node.outputs)], fillvalue=UNKNOWN):
+        is_used = isinstance(output, ir.Value) and bool(output.consumers() or output.is_graph_output())
+        is_lost = isinstance(fact, Fact) and (fact.dims is None or (UNKNOWN_DIM in fact.dims and not fact.token_axes))
+        if is_used and is_lost:
+            return True
+    return False
 
 
 def _is_computable(node: ir.Node, inputs: Sequence[Fact | None], facts: Sequence[Fact] | None) -> bool:

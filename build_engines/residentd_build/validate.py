@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from residentd.errors import Finding, SourceError
 from residentd.models.manifest import SamplingDefaults
+from residentd.text.limits import TEMPLATE_BYTES_MAX, TOKENIZER_BYTES_MAX
 from residentd_build.draft import LOGITS_OUTPUT, MASK_INPUT, PAST_PATTERN, POSITION_INPUT, TOKEN_INPUT
 from residentd_build.files import MissingError, RefusedError, SourceDirectory
 from residentd_build.fingerprint import SourceDigest
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL_BYTES_MAX = (1 << 31) - 1  # protobuf's own limit; larger models keep their weights in data files
-TOKENIZER_BYTES_MAX = 256 << 20
 JSON_BYTES_MAX = 16 << 20
-TEMPLATE_BYTES_MAX = 1 << 20
 FINDINGS_MAX = 50
 OPSET_MIN, OPSET_MAX = 13, 25
 DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})

@@ -138,6 +138,20 @@ def row_of_count(tape: Tape, x: ir.Value) -> ir.Value:
     return tape.op("Gather", [weights(tape, 99, 2), token_count(tape, x)])
 
 
+def rows(tape: Tape, x: ir.Value) -> ir.Value:
+    return tape.op("Reshape", [x, numbers(tape, -1, 8)])
+
+
+def turned(tape: Tape, x: ir.Value) -> ir.Value:
+    """[1, 8, tokens]."""
+    return tape.op("Transpose", [x], {"perm": (0, 2, 1)})
+
+
+def unknown(tape: Tape) -> ir.Value:
+    """A value of which nothing is known, and which no token reaches."""
+    return tape.op("Mystery", [weights(tape, 2)], domain="com.example")
+
+
 MIXES: Mapping[str, Build] = {
     "root of a count": root_of_count,
     "places in the step": packed_positions,
@@ -148,7 +162,18 @@ MIXES: Mapping[str, Build] = {
     "mean over everything": lambda t, x: t.op("ReduceMean", [x]),
     "softmax over tokens": lambda t, x: t.op("Softmax", [x], {"axis": 1}),
     "norm over tokens": lambda t, x: t.op("LayerNormalization", [x, weights(t, 8)], {"axis": 1}),
-    "running sum": lambda t, x: t.op("CumSum", [x, numbers(t, 1)], {"axis": 1}),
+    "running sum": lambda t, x: t.op("CumSum", [x, scalar(t, 1)]),
+    "running sum from behind": lambda t, x: t.op("CumSum", [x, scalar(t, -2)], {"reverse": 1}),
+    "running sum along an unknown axis": lambda t, x: t.op("CumSum", [x, unknown(t)]),
+    "sum over no axes, which is all": lambda t, x: t.op("ReduceSum", [x, numbers(t)]),
+    "token axis dropped where it is one": lambda t, x: t.op("Squeeze", [x]),
+    "token axis dropped": lambda t, x: t.op("Squeeze", [x, numbers(t, 1)]),
+    "a row added to every token": lambda t, x: t.op("Gemm", [weights(t, 5, 4), weights(t, 4, 8), rows(t, x)]),
+    "sum over tokens on the right": lambda t, x: t.op("Gemm", [weights(t, 8, 4), rows(t, x)]),
+    "norm of a sum over tokens": lambda t, x: t.op(
+        "SkipSimplifiedLayerNormalization", [turned(t, x), turned(t, x), weights(t, 8)], domain="com.microsoft"
+    ),
+    "tokens turned": lambda t, x: t.op("RotaryEmbedding", [turned(t, x), x], domain="com.microsoft"),
     "product of tokens with tokens": self_product,
     "sum over tokens in a product": lambda t, x: t.op("MatMul", [t.op("Transpose", [x], {"perm": (0, 2, 1)}), x]),
     "first token": lambda t, x: t.op("Gather", [x, numbers(t, 0)], {"axis": 1}),
@@ -194,6 +219,12 @@ KEEPS: Mapping[str, tuple[Build, tuple[Dim, ...]]] = {
     "half of a token": (lambda t, x: t.op("Slice", [x, numbers(t, 0), numbers(t, 4), numbers(t, 2)]), (1, TOKENS, 4)),
     "rows and back": (rows_then_back, (1, TOKENS, 8)),
     "heads and back": (heads, (1, TOKENS, 8)),
+    "running sum of a token": (lambda t, x: t.op("CumSum", [x, scalar(t, -1)]), (1, TOKENS, 8)),
+    "sum over no axes, which is none": (
+        lambda t, x: t.op("ReduceSum", [x, numbers(t)], {"noop_with_empty_axes": 1}),
+        (1, TOKENS, 8),
+    ),
+    "batch axis dropped": (lambda t, x: t.op("Squeeze", [x, numbers(t, 0)]), (TOKENS, 8)),
     "lookup by token": (
         lambda t, x: t.op("Gather", [weights(t, 9, 2), t.op("Cast", [x], {"to": 7})]),
         (1, TOKENS, 8, 2),
@@ -218,6 +249,35 @@ def test_an_unknown_operator_is_an_uncertain_problem() -> None:
     """What is not known is not called wrong, but is named."""
     result, _ = followed(lambda t, x: t.op("Mystery", [x], domain="com.example"))
     assert [problem.is_certain for problem in result.problems.values()] == [False]
+
+
+LOSES: Mapping[str, Build] = {
+    "unknown axes to add": lambda t, x: t.op("Unsqueeze", [x, unknown(t)]),
+    "unknown axes to drop": lambda t, x: t.op("Squeeze", [x, unknown(t)]),
+    "unknown axes to sum over": lambda t, x: t.op("ReduceSum", [x, unknown(t)]),
+    "unknown axes to cut": lambda t, x: t.op("Slice", [x, numbers(t, 0), numbers(t, 4), unknown(t)]),
+    "unknown repeats": lambda t, x: t.op("Tile", [x, unknown(t)]),
+    "unknown shape to fill": lambda t, x: t.op("Expand", [x, unknown(t)]),
+    "unknown shape to take": lambda t, x: t.op("Reshape", [x, unknown(t)]),
+    "unknown other operand": lambda t, x: t.op("Add", [x, unknown(t)]),
+    "unknown weights": lambda t, x: t.op("MatMul", [x, unknown(t)]),
+    "unknown neighbour": lambda t, x: t.op("Concat", [x, unknown(t)], {"axis": -1}),
+    "unknown data to look up": lambda t, x: t.op("Gather", [unknown(t), t.op("Cast", [x], {"to": 7})]),
+    "unknown padding": lambda t, x: t.op("Pad", [x, unknown(t)]),
+    "best of an axis": lambda t, x: t.op_multi_out("TopK", [x, numbers(t, 2)], {"axis": 1}, num_outputs=2)[0],
+    "unknown size": lambda t, x: t.op("Resize", [x, None, None, unknown(t)]),
+    "unknown depth": lambda t, x: t.op("OneHot", [x, unknown(t), weights(t, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", LOSES)
+def test_an_axis_that_is_lost_is_an_uncertain_problem(name: str) -> None:
+    """Where an axis or shape is an input that is not known, what follows would be unguarded: the node is named."""
+    result, value = followed(lambda t, x: t.op("Softmax", [LOSES[name](t, x)], {"axis": 1}))
+    node = value.producer()
+    assert node is not None
+    lost = node.inputs[0].producer() if node.inputs[0] is not None else None
+    assert [problem.is_certain for found, problem in result.problems.items() if found is lost] == [False]
 
 
 def test_contents_follow_from_shapes() -> None:

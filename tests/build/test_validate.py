@@ -15,6 +15,7 @@ from lowering import EXPORTS
 from onnx import TensorProto, helper
 
 from residentd.errors import Finding, SourceError
+from residentd.text.limits import TEMPLATE_BYTES_MAX, TOKENIZER_BYTES_MAX
 from residentd_build.validate import FINDINGS_MAX, validate
 
 
@@ -35,6 +36,11 @@ def edit(directory: Path, name: str, **changes: Any) -> None:
     path = directory / name
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def edit_in_model(directory: Path, **changes: Any) -> None:
+    """Set keys of the tokenizer's model."""
+    edit(directory, "tokenizer.json", model=json.loads((directory / "tokenizer.json").read_text())["model"] | changes)
 
 
 def edit_model(directory: Path, change: Callable[[onnx.ModelProto], None]) -> None:
@@ -161,6 +167,46 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str, str]] = {
         lambda d: (d / "chat_template.jinja").write_bytes(b"\xff\xfe"),
         "chat_template.jinja",
         "not UTF-8",
+    ),
+    "tokenizer without a model's parts": (
+        lambda d: edit(d, "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[{}]),
+        "tokenizer.json",
+        "cannot be read",
+    ),
+    "tokenizer that would end the process": (
+        lambda d: edit_in_model(d, continuing_subword_prefix="#####"),
+        "tokenizer.json",
+        "does not begin with its prefix",
+    ),
+    "tokenizer above the daemon's limit": (
+        lambda d: os.truncate(d / "tokenizer.json", TOKENIZER_BYTES_MAX + 1),
+        "tokenizer.json",
+        f"at most {TOKENIZER_BYTES_MAX:,} are read",
+    ),
+    "template that does not compile": (
+        lambda d: (d / "chat_template.jinja").write_text("{% for message in messages %}"),
+        "chat_template.jinja",
+        "cannot be compiled",
+    ),
+    "template in the configuration that does not compile": (
+        lambda d: ((d / "chat_template.jinja").unlink(), edit(d, "tokenizer_config.json", chat_template="{{ a b }}")),
+        "tokenizer_config.json",
+        "cannot be compiled",
+    ),
+    "template in the configuration above the daemon's limit": (
+        lambda d: (
+            (d / "chat_template.jinja").unlink(),
+            edit(d, "tokenizer_config.json", chat_template="x" * (TEMPLATE_BYTES_MAX + 1)),
+        ),
+        "tokenizer_config.json",
+        f"at most {TEMPLATE_BYTES_MAX:,} are read",
+    ),
+    "template without end": (
+        lambda d: (d / "chat_template.jinja").write_text(
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+        ),
+        "chat_template.jinja",
+        "steps for one short message",
     ),
     "no context": (lambda d: edit(d, "config.json", max_position_embeddings=None), "config.json", "max_position_emb"),
     "context in words": (lambda d: edit(d, "config.json", max_position_embeddings="2k"), "config.json", "'2k'"),
@@ -367,3 +413,16 @@ def test_optional_files_may_be_absent(source: Path) -> None:
     text = validate(source).text
     assert (text.bos_id, text.bos_token, text.eos_ids, text.eos_token) == (1, "<s>", (2,), "</s>")
     assert text.chat_template is None
+
+
+def test_a_template_may_refuse_a_conversation(source: Path) -> None:
+    """One that takes no assistant, or nothing at all, is the model's own business."""
+    template = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    assert validate(source).text.chat_template == template
+
+
+def test_a_tokenizer_without_added_tokens_is_accepted(source: Path) -> None:
+    """The key may be absent, as the library allows; then no text is a control token."""
+    edit(source, "tokenizer.json", added_tokens=None)
+    assert validate(source).text.bos_id == 1

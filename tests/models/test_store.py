@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -261,3 +262,48 @@ def test_every_file_and_directory_is_synced(tmp_path: Path) -> None:
     names = {path.relative_to(tmp_path / "state").parts[2:] for path in disk.synced}
     assert {tuple(name.split("/")) for name in FILES} | {("text",), (), ("manifest.json.tmp",)} == names
     assert disk.synced[-1] == directory.parent
+
+
+def publish_held(store: Store, stack: contextlib.ExitStack) -> str:
+    """What a build has done that is about to register; it lives until `stack` ends."""
+    stage = stack.enter_context(store.staging())
+    write_files(stage.path, FILES)
+    manifest = plain_manifest(measure_files(stage.path))
+    store.publish(stage, manifest)
+    return manifest.digest
+
+
+def test_sweep_removes_a_version_that_was_never_registered(store: Store) -> None:
+    """Kept while a build that published it lives, the second of two included; removed once both are gone."""
+    with contextlib.ExitStack() as first:
+        digest = publish_held(store, first)
+        with contextlib.ExitStack() as second:
+            assert publish_held(store, second) == digest
+            assert store.sweep(set) == ()
+            first.close()
+            assert store.sweep(set) == ()
+            store.verify_files(digest)
+    assert store.sweep() == (), "without a registry to ask nothing whole is removed"
+    assert [name.startswith("unregistered-") for name in store.sweep(set)] == [True]
+    assert store.digests() == ()
+
+
+def test_sweep_spares_registered_versions_for_good(store: Store) -> None:
+    """A version that a sweep has once seen registered stays, even should the registry be lost afterwards."""
+    manifest, _ = publish_files(store, FILES)
+    assert store.sweep(lambda: {manifest.digest}) == ()
+    assert store.sweep(set) == ()
+    store.verify_files(manifest.digest)
+
+
+def test_sweep_asks_the_registry_after_it_looked_at_the_locks(store: Store) -> None:
+    """A build that registers and ends just after the registry was asked keeps its version."""
+    with contextlib.ExitStack() as build:
+        digest = publish_held(store, build)
+
+        def asked_too_early() -> set[str]:
+            build.close()
+            return set()
+
+        assert store.sweep(asked_too_early) == ()
+    store.verify_files(digest)

@@ -41,6 +41,9 @@ class CountingDisk(Disk):
     def stop(self) -> None:
         os._exit(KILLED)
 
+    def before_registering(self) -> None:
+        self._step()
+
     def make_directory(self, path: Path) -> None:
         self._step()
         super().make_directory(path)
@@ -62,33 +65,49 @@ class CountingDisk(Disk):
         super().rename(source, target)
 
 
-def _install(state: Path, disk: Disk) -> Manifest:
+class WholeDisk(CountingDisk):
+    """Never stops."""
+
+    def __init__(self) -> None:
+        super().__init__(stop_at=0)
+
+
+def _install(state: Path, disk: CountingDisk) -> Manifest:
     """What the builder does: stage, publish, register."""
     store = Store(state, disk=disk)
-    manifest, _ = publish_files(store, FILES)
-    registry = Registry(state)
-    registry.add_version("toy", manifest.digest, activate=True)
-    registry.close()
+    with contextlib.closing(Registry(state)) as registry:
+        store.sweep(lambda: _registered(registry))
+        with store.staging() as stage:
+            write_files(stage.path, FILES)
+            manifest = plain_manifest(measure_files(stage.path))
+            store.publish(stage, manifest)
+            disk.before_registering()
+            registry.add_version("toy", manifest.digest, activate=True)
     return manifest
+
+
+def _registered(registry: Registry) -> set[str]:
+    return {version.digest for version in registry.versions()}
 
 
 def _check_whole_or_none(state: Path, expected: str) -> None:
     store = Store(state)
-    store.sweep()
+    registry = Registry(state)
+    store.sweep(lambda: _registered(registry))
     assert store.digests() in ((), (expected,))
     for digest in store.digests():
         assert {name: (store.load(digest)[1] / name).read_bytes() for name in FILES} == FILES
         store.verify_files(digest)
     assert list((state / "staging").iterdir()) == []
     assert {path.name for path in (state / "versions").iterdir()} == set(store.digests())
-    registry = Registry(state)
-    assert {version.digest for version in registry.versions()} <= set(store.digests())
+    assert _registered(registry) == set(store.digests()), "what nothing names would never be removed"
+    assert list((state / "pending").iterdir()) == []
     registry.close()
 
 
 def test_a_kill_at_any_write_leaves_a_whole_version_or_none(tmp_path: Path) -> None:
     """For every k: kill -9 before the k-th write, reopen, find all or nothing; and installing again succeeds."""
-    expected = _install(tmp_path / "undisturbed", Disk()).digest
+    expected = _install(tmp_path / "undisturbed", WholeDisk()).digest
     outcomes = []
     for point in range(1, POINTS_MAX):
         state = tmp_path / f"state-{point}"
@@ -100,7 +119,7 @@ def test_a_kill_at_any_write_leaves_a_whole_version_or_none(tmp_path: Path) -> N
         assert code in {0, KILLED}
         _check_whole_or_none(state, expected)
         outcomes.append(bool(Store(state).digests()))
-        assert _install(state, Disk()).digest == expected
+        assert _install(state, WholeDisk()).digest == expected
         _check_whole_or_none(state, expected)
         if code == 0:
             break

@@ -420,7 +420,7 @@ def test_messages_that_a_template_cannot_write_are_the_callers(source):
 
 
 def test_limits_of_a_conversation():
-    """MESSAGES_CEILING messages, ROLE_CHARS_MAX and PROMPT_CHARS_CEILING characters are accepted, one more of each is not."""
+    """MESSAGES_CEILING messages, ROLE_CHARS_MAX and PROMPT_CHARS_CEILING characters are accepted, one more is not."""
     template = text_samples.chat_template("{{ messages | length }}")
     one = ChatMessage("user", "x")
     assert template.render([one] * limits.MESSAGES_CEILING).text == str(limits.MESSAGES_CEILING)

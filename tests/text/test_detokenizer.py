@@ -7,8 +7,8 @@ import text_samples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from residentd.text.detokenizer import PieceDetokenizer, common_start, leading_blanks
-from residentd.text.limits import BYTE_RUN_TOKENS_MAX, WHOLE_DECODE_LAG_TOKENS
+from residentd.text.detokenizer import PieceDetokenizer, WholeDetokenizer, common_start, leading_blanks
+from residentd.text.limits import BYTE_RUN_TOKENS_MAX, WHOLE_DECODE_LAG_TOKENS, WHOLE_DECODE_LOOKS
 
 
 def streamed(stream, ids, cuts):
@@ -163,3 +163,20 @@ def test_common_start(left, right, start):
 def test_leading_blanks(text, blanks):
     """Only U+0020 is a blank."""
     assert leading_blanks(text) == blanks
+
+
+def test_unknown_decoders_do_not_decode_each_token_anew():
+    """A stream of 4,000 tokens decodes a bounded number of times, adds up, and is never far behind."""
+    counts = []
+
+    def decode(ids):
+        counts.append(len(ids))
+        return "x" * len(ids)
+
+    stream = WholeDetokenizer(decode)
+    out = 0
+    for index in range(4000):
+        out += len(stream.push([index]))
+        assert index + 1 - out <= WHOLE_DECODE_LAG_TOKENS + (index + 1) // WHOLE_DECODE_LOOKS + 1
+    assert out + len(stream.flush()) == 4000
+    assert len(counts) <= 2 * 8 * WHOLE_DECODE_LOOKS

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Inner
 
 from residentd.errors import CallerError, OperatorError
 from residentd.text import limits
+from residentd.text.detokenizer import table_for
 from residentd.text.tokenizer import WITHOUT_LOCK_CHARS_MIN, Tokenizer, encoded, gaps, is_control, overlap
 
 BYTE_KINDS = ("byte_level", "whole_words", "folding", "stripping")
@@ -348,3 +349,51 @@ def test_other_threads_run_while_a_long_text_is_encoded():
     worker.join()
     assert time.perf_counter() - begin > 0.2, "too fast to tell"
     assert worst < (time.perf_counter() - begin) / 2
+
+
+GARBAGE = (None, 0, -1, 1.5, "", "x", [], {}, [None], {"a": 1}, True, 1 << 40)
+ABSENT = object()
+
+
+def places_in(value, path=()):
+    """Paths to what a JSON value holds, the first few of each list and table."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key in list(value)[:12] if isinstance(value, dict) else range(min(len(value), 3)):
+            yield from places_in(value[key], (*path, key))
+
+
+def changed(description, path, garbage):
+    copy = json.loads(json.dumps(description))
+    holder = copy
+    for key in path[:-1]:
+        holder = holder[key]
+    if garbage is ABSENT:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = garbage
+    return json.dumps(copy).encode()
+
+
+@pytest.mark.parametrize("name", text_samples.NAMES)
+def test_a_damaged_part_is_the_operators(name):
+    """Whatever stands where, or is missing, in a tokenizer.json: it works, or the operator is told."""
+    description = json.loads(text_samples.MAKERS[name]().to_str())
+    for index, path in enumerate(places_in(description)):
+        for garbage in (ABSENT, GARBAGE[index % len(GARBAGE)], GARBAGE[(index * 7 + 3) % len(GARBAGE)]):
+            try:
+                tokenizer = Tokenizer(changed(description, path, garbage))
+            except OperatorError:
+                continue
+            stream = table_for(tokenizer).start()
+            ids = tokenizer.encode("the <s> town [CLS] zz", specials=True)
+            assert stream.push(ids) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_a_merge_without_its_prefix_is_the_operators():
+    """The library would end the process."""
+    description = json.loads(text_samples.byte_level().to_str())
+    description["model"]["continuing_subword_prefix"] = "###"
+    with pytest.raises(OperatorError, match="prefix '###'"):
+        Tokenizer(json.dumps(description).encode())

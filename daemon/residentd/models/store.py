@@ -2,6 +2,7 @@
 
 <state>/versions/<digest>/    manifest.json and the files that it lists; the name appears only when all of it is on disk
 <state>/staging/<random>/     work in progress; its owner holds a flock on the directory while it lives
+<state>/pending/<digest>      an empty file: this version was published, and may not have been registered
 <state>/lock                  flock: one process at a time creates, publishes or sweeps
 """
 
@@ -16,7 +17,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -63,9 +64,13 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A private directory to build a version in. Removed when its context ends, unless it was published."""
+    """A private directory to build a version in. Removed when its context ends, unless it was published.
+
+    Its context keeps it, and the version that it becomes, from `sweep`: register the version before it ends.
+    """
 
     path: Path
+    held: contextlib.ExitStack
 
 
 class Store:
@@ -76,8 +81,9 @@ class Store:
         self._disk = disk or Disk()
         self._versions = state / "versions"
         self._staging = state / "staging"
+        self._pending = state / "pending"
         try:
-            for directory in (state, self._versions, self._staging):
+            for directory in (state, self._versions, self._staging, self._pending):
                 if not directory.is_dir():
                     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                     directory.chmod(DIRECTORY_MODE)
@@ -103,20 +109,17 @@ class Store:
 
         A full disk met anywhere inside the context comes out as StoreError.
         """
-        with self._writing():
-            path = self._staging / secrets.token_hex(8)
-            self._disk.make_directory(path)
-            owner = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(
-                owner, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # nobody else can hold it: we made it under the store's lock
-        try:
-            with _explaining_full_disk(self.state):
-                yield Stage(path)
-        finally:
-            if path.is_dir():
-                self._disk.remove_tree(path)
-            os.close(owner)
+        with contextlib.ExitStack() as held:
+            with self._writing():
+                path = self._staging / secrets.token_hex(8)
+                self._disk.make_directory(path)
+                held.enter_context(_holding(path))
+            try:
+                with _explaining_full_disk(self.state):
+                    yield Stage(path, held)
+            finally:
+                if path.is_dir():
+                    self._disk.remove_tree(path)
 
     def publish(self, stage: Stage, manifest: Manifest) -> Path:
         """Turn a stage that holds exactly the manifest's files into a version; return its directory.
@@ -130,7 +133,9 @@ class Store:
         with _explaining_full_disk(self.state):
             self._seal(stage.path, manifest)
             with self._writing():
-                return self._move_in(stage.path, manifest.digest)
+                target = self._move_in(stage.path, manifest.digest)
+                stage.held.enter_context(_holding(target))
+                return target
 
     def load(self, digest: str) -> tuple[Manifest, Path]:
         """The manifest and directory of a version whose files are all present at their recorded sizes.
@@ -155,14 +160,40 @@ class Store:
                 )
         return manifest
 
-    def sweep(self) -> tuple[str, ...]:
-        """Remove stages without a living owner, and version directories without a manifest; return their names."""
+    def sweep(self, registered: Callable[[], Collection[str]] | None = None) -> tuple[str, ...]:
+        """Remove stages without a living owner, and version directories without a manifest; return their names.
+
+        With `registered`, which gives the digests that the registry names, also versions that a build published and
+        did not live to register.
+        """
         with self._writing():
+            if registered is not None:
+                self._put_away_unregistered(registered)
             stale = [path for path in sorted(self._staging.iterdir()) if path.is_dir() and _is_ownerless(path)]
             stale += [path for path in sorted(self._versions.iterdir()) if _is_incomplete(path)]
             for path in stale:
                 self._disk.remove_tree(path)
         return tuple(path.name for path in stale)
+
+    def _put_away_unregistered(self, registered: Callable[[], Collection[str]]) -> None:
+        """Move them among the stages that nobody owns.
+
+        Only versions that are pending: were the registry lost, what it had named must not be lost with it.
+        """
+        marks = [mark for mark in sorted(self._pending.iterdir()) if DIGEST_PATTERN.fullmatch(mark.name)]
+        free = [mark for mark in marks if not self._is_held(mark.name)]
+        # Asked after the locks were looked at: who let go in between has registered, or never will.
+        named = frozenset(registered()) if free else frozenset()
+        for mark in free:
+            version = self._versions / mark.name
+            if mark.name not in named and version.is_dir():
+                self._disk.rename(version, self._staging / f"unregistered-{secrets.token_hex(8)}")
+                self._disk.sync(self._versions)
+            mark.unlink()
+
+    def _is_held(self, digest: str) -> bool:
+        version = self._versions / digest
+        return version.is_dir() and not _is_ownerless(version)
 
     def _seal(self, stage: Path, manifest: Manifest) -> None:
         directories = {stage}
@@ -191,6 +222,8 @@ class Store:
                 self._disk.rename(target, self._staging / f"damaged-{secrets.token_hex(8)}")
             else:
                 return target
+        self._disk.write(self._pending / digest, b"")
+        self._disk.sync(self._pending)
         self._disk.rename(stage, target)
         self._disk.sync(self._versions)
         return target
@@ -294,6 +327,17 @@ def _check_size(directory: Path, name: str, file: File, digest: str) -> None:
             f"version {digest[:12]}: {name} has {path.stat().st_size:,} bytes instead of {file.bytes:,}. "
             "Install the version again"
         )
+
+
+@contextlib.contextmanager
+def _holding(directory: Path) -> Iterator[None]:
+    """Keep `sweep` from `directory`, wherever it is moved. Several may hold one: two builds of the same version."""
+    owner = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)  # sweep asks for its own under the store's lock, as we do
+        yield
+    finally:
+        os.close(owner)
 
 
 def _is_ownerless(stage: Path) -> bool:

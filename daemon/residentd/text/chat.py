@@ -164,6 +164,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     total = sum(len(message.content) for message in messages)
     if total > PROMPT_CHARS_CEILING:
         raise CallerError(
-            f"the messages have {total:,} characters together; at most {PROMPT_CHARS_CEILING:,} are accepted. Shorten them",
+            f"the messages have {total:,} characters together; at most {PROMPT_CHARS_CEILING:,} are accepted. "
+            "Shorten them",
             field="messages",
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final, Protocol
 
-from residentd.text.limits import BYTE_RUN_TOKENS_MAX, WHOLE_DECODE_LAG_TOKENS
+from residentd.text.limits import BYTE_RUN_TOKENS_MAX, WHOLE_DECODE_LAG_TOKENS, WHOLE_DECODE_LOOKS
 from residentd.text.tokenizer import BYTE_TOKEN, SPACE_MARK, Tokenizer
 
 REPLACEMENT: Final = "\ufffd"
@@ -153,27 +153,40 @@ class PieceDetokenizer:
 
 
 class WholeDetokenizer:
-    """For any other decoder: gives out what the last WHOLE_DECODE_LAG_TOKENS ids have not changed."""
+    """For any other decoder: gives out what the last WHOLE_DECODE_LAG_TOKENS ids have not changed.
 
-    __slots__ = ("_decode", "_given", "_ids")
+    Looks once in so many ids as there are WHOLE_DECODE_LOOKS in the stream so far, so a long stream costs no more than
+    about a thousand decodes.
+    """
+
+    __slots__ = ("_decode", "_decoded", "_given", "_ids", "_looked", "_whole")
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._given = ""
+        self._looked = 0  # ids at the last look
+        self._whole, self._decoded = "", 0  # the text of so many ids
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids += ids
-        if len(self._ids) <= WHOLE_DECODE_LAG_TOKENS:
+        count = len(self._ids)
+        if count <= WHOLE_DECODE_LAG_TOKENS or count - self._looked < max(1, count // WHOLE_DECODE_LOOKS):
             return ""
+        self._looked = count
         settled = self._decode(self._ids[:-WHOLE_DECODE_LAG_TOKENS])
-        return self._give(common_start(settled, self._decode(self._ids)).rstrip(REPLACEMENT))
+        return self._give(common_start(settled, self._text()).rstrip(REPLACEMENT))
 
     def pending(self) -> str:
-        return self._decode(self._ids)[len(self._given) :].rstrip(REPLACEMENT)
+        return self._text()[len(self._given) :].rstrip(REPLACEMENT)
+
+    def _text(self) -> str:
+        if self._decoded != len(self._ids):
+            self._whole, self._decoded = self._decode(self._ids), len(self._ids)
+        return self._whole
 
     def flush(self) -> str:
-        return self._give(self._decode(self._ids))
+        return self._give(self._text())
 
     def _give(self, text: str) -> str:
         given, self._given = self._given, max(self._given, text, key=len)
@@ -215,15 +228,15 @@ def table_for(tokenizer: Tokenizer) -> DetokenizerTable:
 def described(tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> DetokenizerTable | None:
     """The table that `decoder` describes, or None if it is of no known kind."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
-    kinds = [step["type"] for step in steps]
+    kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         parts = parts_of(tokenizer, byte_level_part)
         return DetokenizerTable("bytes", parts, 0, first_drops_marks=False, tokenizer=tokenizer)
-    if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE_MARK:
+    if kinds == ["Metaspace"] and steps[0].get("replacement") == SPACE_MARK:
         parts = parts_of(tokenizer, lambda name: name.replace(SPACE_MARK, " "))
-        drops = steps[0]["prepend_scheme"] != "never"
+        drops = steps[0].get("prepend_scheme") != "never"
         return DetokenizerTable("pieces", parts, 0, first_drops_marks=drops, tokenizer=tokenizer)
-    replaces = list(takewhile(lambda step: step["type"] == "Replace" and "String" in step["pattern"], steps))
+    replaces = list(takewhile(lambda step: step.get("type") == "Replace" and "String" in step["pattern"], steps))
     strip: Mapping[str, Any] = steps[-1] if kinds[-1:] == ["Strip"] else {"content": " ", "start": 0, "stop": 0}
     rest = [kind for kind in kinds[len(replaces) :] if kind != "Strip"]
     if rest != ["ByteFallback", "Fuse"] or strip["content"] != " " or strip["stop"]:

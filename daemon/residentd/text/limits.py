@@ -41,3 +41,6 @@ BYTE_RUN_TOKENS_MAX: Final = 128
 
 WHOLE_DECODE_LAG_TOKENS: Final = 16
 """Tokens held back for a decoder that is only known as a whole: nothing reaches further back in any that we met."""
+
+WHOLE_DECODE_LOOKS: Final = 64
+"""Such a stream of n tokens gives out text once in n / 64 tokens: decoding all of it each time costs n squared."""

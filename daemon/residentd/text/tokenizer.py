@@ -63,8 +63,9 @@ class Tokenizer:
             ) from error
 
     def _load(self, data: bytes) -> None:
-        self.inner = tokenizers.Tokenizer.from_buffer(data)
         description = json.loads(data)
+        check_merges(description["model"])
+        self.inner = tokenizers.Tokenizer.from_buffer(data)
         description["added_tokens"] = description.get("added_tokens") or []
         quieten(self.inner)
         self.decoder: Mapping[str, Any] | None = description.get("decoder")
@@ -181,6 +182,20 @@ def is_control(token: Mapping[str, Any]) -> bool:
         return False
     wordlike = all(char.isalnum() or char.isspace() or char == SPACE_MARK for char in content)
     return bool(token["special"]) or not (wordlike or len(content) == 1)
+
+
+def check_merges(model: Mapping[str, Any]) -> None:
+    """Raise OperatorError for merges that tokenizers 0.23 would end the process over: it cuts the prefix off unseen."""
+    prefix = model.get("continuing_subword_prefix")
+    if not (isinstance(prefix, str) and prefix):
+        return
+    for merge in model.get("merges") or ():
+        _, right = merge.split(" ") if isinstance(merge, str) else merge
+        if not right.startswith(prefix):
+            raise OperatorError(
+                f"the tokenizer has a merge with {right!r}, which does not begin with its prefix {prefix!r}. "
+                "Save it again with a current transformers, and install again"
+            )
 
 
 def quieten(inner: tokenizers.Tokenizer) -> None:

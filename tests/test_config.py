@@ -31,6 +31,11 @@ def test_keys_are_read_into_their_sections() -> None:
         ('[engine]\nscheduling = "fast"', "engine.scheduling"),
         ("[limits]\nwaiting_max = 0", "limits.waiting_max"),
         ("engine = 3", "engine"),
+        ('state = ""', "state"),
+        *(
+            (f'[listen]\ngrpc = "{address}"', "HOST:PORT")
+            for address in ("a", "a:65536", "a:-1", ":80", "unix:/x", "a:")
+        ),
         ('[listen]\ntls_certificate = "a"', "listen.tls_key"),
         ('[listen]\ntls_key = "a"', "listen.tls_certificate"),
         ('[listen]\ntls_client_ca = "a"', "listen.tls_client_ca"),

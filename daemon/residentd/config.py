@@ -12,6 +12,7 @@ from msgspec import Meta
 from residentd.errors import ConfigError
 
 CONFIG_BYTES_MAX = 1 << 20
+PORT_MAX = 65_535
 
 Port = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -41,8 +42,8 @@ class Limits(_Section, frozen=True):
     requests_max: Count = 512  # generations in progress, running and waiting, all models
     waiting_max: Count = 256  # generations waiting for a slot, one model
     waiting_tokens_max: Annotated[int, Meta(ge=1, le=1 << 30)] = 262_144  # waiting, one model; at least its context
-    prompt_bytes_max: Annotated[int, Meta(ge=1, le=1 << 30)] = 4 << 20  # prompt text of one request, UTF-8
-    messages_max: Count = 1024  # messages of one conversation
+    prompt_bytes_max: Annotated[int, Meta(ge=1, le=16 << 20)] = 4 << 20  # prompt text of one request, UTF-8
+    messages_max: Annotated[int, Meta(ge=1, le=16_384)] = 1024  # messages of one conversation
     output_tokens_default: Count = 256  # max_tokens where a request does not say
     stream_tokens_max: Count = 4096  # output tokens that wait for one slow reader before its request ends
     stop_strings_max: Annotated[int, Meta(ge=0, le=64)] = 16  # stop strings of one request
@@ -62,6 +63,7 @@ class Engine(_Section, frozen=True):
     step_timeout_s: Seconds = 60.0  # a step longer than this: the worker is replaced
     load_timeout_s: Seconds = 600.0  # from start of a worker to READY
     retries_max: Annotated[int, Meta(ge=0, le=100)] = 3  # of one failed step
+    load_attempts_max: Count = 3  # workers lost in a row before READY; then the model is FAILED
     restarts_max: Annotated[int, Meta(ge=0, le=100_000)] = 10  # within restart_window_s; past that the model is FAILED
     restart_window_s: Seconds = 60.0
     restart_backoff_s: Annotated[float, Meta(ge=0, le=3600)] = 0.2  # before the second in a row; doubles, up to 10 s
@@ -79,7 +81,9 @@ class Log(_Section, frozen=True):
 class Config(_Section, frozen=True):
     """The whole file."""
 
-    state: str = "/var/lib/residentd"  # versions, registry and the admin socket live here
+    state: Annotated[str, Meta(min_length=1)] = (
+        "/var/lib/residentd"  # versions, registry and the admin socket live here
+    )
     models: tuple[str, ...] = ()  # NAME or NAME@N to load at start; empty: every active version
     listen: Listen = Listen()
     limits: Limits = Limits()
@@ -103,7 +107,18 @@ def parse(text: str) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"the configuration is refused: {error}. See the table of keys in README.md") from error
     _check_tls(config.listen)
+    _check_address(config.listen.grpc)
     return config
+
+
+def _check_address(address: str) -> None:
+    """By itself gRPC takes a port modulo 65,536, and invents one that is missing."""
+    host, _, port = address.rpartition(":")
+    valid = bool(host) and "/" not in host and port.isascii() and port.isdigit() and int(port) <= PORT_MAX
+    if address and not valid:
+        raise ConfigError(
+            f"listen.grpc is {address!r}; it must be HOST:PORT with a port from 0 to {PORT_MAX:,}. Change it"
+        )
 
 
 def _check_tls(listen: Listen) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,10 +34,10 @@ async def run(config: Config) -> None:
     state = _own_state(Path(config.state))
     with _sole_daemon(state):
         store = Store(state)
-        store.sweep()
         registry = Registry(state)
-        engines = Engines(store, registry, config)
         try:
+            store.sweep(lambda: {version.digest for version in registry.versions()})
+            engines = Engines(store, registry, config)
             await _serve(engines, config)
         finally:
             registry.close()
@@ -92,18 +92,25 @@ async def _leave(
     await feed.servicer.enter_graceful_shutdown()
     ended = await engines.close(config.engine.drain_s)
     await asyncio.gather(*(server.stop(CALLS_GRACE_S) for server in servers))
-    admin_socket(config).unlink(missing_ok=True)
+    for path in (admin_socket(config), _address_file(config)):
+        path.unlink(missing_ok=True)
     log.info("stopped", all_ended=ended)
 
 
 async def _load_all(engines: Engines, config: Config) -> None:
-    """Load what the configuration names, or every active version; one that fails is logged and leaves the others."""
-    wanted = config.models or tuple(version.name for version in engines.registry.versions() if version.active)
-    for reference in wanted:
+    """Load what the configuration names, or what every name means; one that fails is logged and leaves the others."""
+
+    async def one(load: Callable[[str], Coroutine[Any, Any, object]], reference: str) -> None:
         try:
-            await engines.load(reference)
-        except (ResidentError, OSError, ValueError) as error:
+            await load(reference)
+        except ResidentError as error:
             log.error("load_failed", model=reference, reason=str(error))  # noqa: TRY400  (the reason says it all)
+
+    if config.models:
+        await asyncio.gather(*(one(engines.load, reference) for reference in config.models))
+    else:
+        names = {version.name for version in engines.registry.versions() if version.active}
+        await asyncio.gather(*(one(engines.load_last_good, name) for name in sorted(names)))
 
 
 def _own_state(state: Path) -> Path:
@@ -126,11 +133,15 @@ def _own_state(state: Path) -> Path:
 def _publish_address(config: Config, port: int) -> None:
     """Write the bound HOST:PORT where local tools look for it: the configured port may be 0."""
     host = config.listen.grpc.rpartition(":")[0]
-    run_dir = Path(config.state) / "run"
-    run_dir.mkdir(mode=STATE_MODE, exist_ok=True)
-    temporary = run_dir / "address.new"
+    path = _address_file(config)
+    path.parent.mkdir(mode=STATE_MODE, exist_ok=True)
+    temporary = path.with_suffix(".new")
     temporary.write_text(f"{host}:{port}\n")
-    temporary.rename(run_dir / "address")
+    temporary.rename(path)
+
+
+def _address_file(config: Config) -> Path:
+    return Path(config.state) / "run" / "address"
 
 
 def _stop_signal() -> asyncio.Event:
@@ -144,7 +155,11 @@ def _stop_signal() -> asyncio.Event:
 @contextlib.contextmanager
 def _sole_daemon(state: Path) -> Iterator[None]:
     """Hold the state's daemon lock: a second daemon would silently take over a live unix socket."""
-    fd = os.open(state / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640)
+    try:
+        fd = os.open(state / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640)
+    except OSError as error:
+        reason = f"the state directory {state} cannot be written: {error.strerror}. Make it writable"
+        raise ConfigError(reason) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

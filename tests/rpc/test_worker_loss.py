@@ -16,7 +16,7 @@ from support.toy_version import make_toy_version
 
 STREAMS = 64
 OUTPUT_TOKENS = 150
-CONFIG = "[engine]\nrestarts_max = 100000\nrestart_backoff_s = 0.0\nresumes_max = 100000\n"
+CONFIG = "[engine]\nload_attempts_max = 100000\nrestarts_max = 100000\nrestart_backoff_s = 0.0\nresumes_max = 100000\n"
 SPREAD = ReferenceModel(peaks=(6.0, 5.5, 5.0, 4.5), step_ms=2.0)
 POISON_TOKEN = 777
 TIMEOUT_S = 120

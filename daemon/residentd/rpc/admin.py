@@ -17,6 +17,7 @@ from residentd.errors import ConflictError, OperatorError, StoreError
 from residentd.models.manifest import Manifest, check_name
 from residentd.models.registry import Version
 from residentd.rpc import convert
+from residentd.rpc.health import HealthFeed
 from residentd.supervisor.engines import Engines, Loaded
 from residentd.supervisor.installer import BuildOptions, build
 from residentd.supervisor.stats import Percentiles
@@ -25,8 +26,9 @@ LOAD_FRACTION = 0.9  # of an installation, when the build is done and loading be
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    def __init__(self, engines: Engines, config: Config) -> None:
+    def __init__(self, engines: Engines, feed: HealthFeed, config: Config) -> None:
         self._engines = engines
+        self._feed = feed  # refreshed before a change is answered, so that health agrees with the answer
         self._config = config
         self._started = time.monotonic()
         self._installing = asyncio.Lock()
@@ -53,6 +55,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                         stage="load", fraction=LOAD_FRACTION, message=f"loading {reference}"
                     )
                     await self._engines.activate(reference)
+                    await self._feed.refresh()
                 version = self._engines.registry.resolve(reference)
                 yield admin_pb2.InstallProgress(
                     stage="done", fraction=1.0, message=reference, installed=self._version_message(version)
@@ -71,7 +74,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             return admin_pb2.StatusResponse(
                 residentd_version=importlib.metadata.version("residentd"),
                 uptime_s=time.monotonic() - self._started,
-                engines=[_engine_status(loaded, self._config) for loaded in self._engines.loaded],
+                engines=[
+                    _engine_status(entry, self._config) for entry in (*self._engines.loaded, *self._engines.loading)
+                ],
                 state=self._config.state,
             )
         raise AssertionError("reporting() does not swallow")
@@ -79,12 +84,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def Load(self, request: admin_pb2.LoadRequest, context: convert.Context) -> admin_pb2.LoadResponse:
         async with convert.reporting(context):
             loaded = await self._engines.load(request.model)
+            await self._feed.refresh()
             return admin_pb2.LoadResponse(version=self._version_message(loaded.version))
         raise AssertionError("reporting() does not swallow")
 
     async def Unload(self, request: admin_pb2.UnloadRequest, context: convert.Context) -> admin_pb2.UnloadResponse:
         async with convert.reporting(context):
             await self._engines.unload(request.model)
+            await self._feed.refresh()
             return admin_pb2.UnloadResponse()
         raise AssertionError("reporting() does not swallow")
 
@@ -92,18 +99,18 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return [self._version_message(version) for version in self._engines.registry.versions(name or None)]
 
     def _version_message(self, version: Version) -> admin_pb2.Version:
-        loaded = self._engines.find(version.digest)
+        state, reason = self._engines.state_of(version.reference)
         message = admin_pb2.Version(
             name=version.name,
             number=version.number,
             digest=version.digest,
             created=version.created,
             active=version.active,
-            state=str(loaded.host.state) if loaded else "available",
-            state_reason=loaded.host.state_reason if loaded else "",
+            state=state,
+            state_reason=reason,
         )
         try:
-            manifest = loaded.manifest if loaded else self._engines.store.load(version.digest)[0]
+            manifest, _ = self._engines.store.load(version.digest)
         except StoreError as error:
             message.state, message.state_reason = "failed", str(error)
             return message

@@ -41,7 +41,7 @@ def check_sizes(
 
 
 async def prompt_ids_of(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
-    """`prompt_ids`, off the event loop where the prompt is long: the tokenizer takes about 1 s for 4 MB of text."""
+    """`prompt_ids`, off the event loop where the prompt is long: 4 MB take the tokenizer seconds, without the lock."""
     if message.ByteSize() > INLINE_BYTES_MAX:
         return await asyncio.to_thread(prompt_ids, message, loaded, limits)
     return prompt_ids(message, loaded, limits)
@@ -52,7 +52,8 @@ def prompt_ids(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: L
     match message.WhichOneof("input"):
         case "prompt":
             _check_text_size(len(message.prompt.encode()), limits)
-            return loaded.text.from_completion(message.prompt)
+            context = loaded.manifest.content.engine.limits.context
+            return loaded.text.from_completion(message.prompt, tokens_max=context)
         case "chat":
             return chat_ids(message.chat, loaded, limits)
         case "token_ids":
@@ -69,7 +70,8 @@ def chat_ids(chat: inference_pb2.Chat, loaded: Loaded, limits: Limits) -> tuple[
             field="chat.messages",
         )
     _check_text_size(sum(len(entry.content.encode()) for entry in chat.messages), limits)
-    return loaded.text.from_chat([ChatMessage(entry.role, entry.content) for entry in chat.messages])
+    messages = [ChatMessage(entry.role, entry.content) for entry in chat.messages]
+    return loaded.text.from_chat(messages, tokens_max=loaded.manifest.content.engine.limits.context)
 
 
 def sampling_params(
@@ -121,6 +123,13 @@ def _tokens_max(message: inference_pb2.Sampling, loaded: Loaded, prompt_tokens: 
 
 def _checked_ids(ids: Sequence[int], loaded: Loaded) -> tuple[int, ...]:
     vocab = loaded.manifest.content.engine.limits.vocab
+    context = loaded.manifest.content.engine.limits.context
+    if len(ids) > context:
+        raise CallerError(
+            f"the prompt has {len(ids):,} tokens; model {loaded.version.reference} accepts {context:,} "
+            "with its output. Shorten the prompt, or install a version built with a larger --context",
+            field="token_ids.ids",
+        )
     if not ids:
         raise CallerError("the prompt has no token. Give at least one id", field="token_ids.ids")
     if max(ids) >= vocab:

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,8 +21,10 @@ from residentd.rpc.inference import InferenceServicer
 from residentd.supervisor.engines import Engines
 
 TRANSPORT_FACTOR: Final = 2
-"""gRPC itself refuses what is past this multiple of a limit, in its own words; below that our error names the key."""
-OTHER_CALLS_MAX: Final = 64  # in progress beside the generations: health watches, status, counts
+"""gRPC itself refuses what is past this multiple of a limit, in its own words; below it our error names the key."""
+CALLS_MAX: Final = 16_384
+"""In progress at once, watches and calls without a message too: bounds memory. Generations have their own limit."""
+MESSAGE_BYTES_END: Final = (1 << 31) - 1  # the option is a C int
 ADMIN_SOCKET_MODE: Final = 0o660
 UNIX_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path, less its terminator
 # Clients of other servers ping as often as every 5 s (tritonclient); grpc's default would close them with
@@ -69,7 +72,7 @@ async def serve_admin(engines: Engines, feed: HealthFeed, config: Config) -> grp
             "Set listen.admin_socket to a shorter path"
         )
     server = _server(config)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(engines, config), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(engines, feed, config), server)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(engines, config), server)
     names = [
         inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -80,7 +83,7 @@ async def serve_admin(engines: Engines, feed: HealthFeed, config: Config) -> grp
         path.unlink()
     mask = os.umask(0o777 & ~ADMIN_SOCKET_MODE)
     try:
-        server.add_insecure_port(f"unix:{path}")
+        server.add_insecure_port(f"unix:{quote(str(path))}")  # gRPC decodes percent signs
         await server.start()
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {path} (listen.admin_socket): {error}") from error
@@ -97,15 +100,14 @@ def _add_common(server: grpc.aio.Server, feed: HealthFeed, names: list[str]) -> 
 
 
 def _server(config: Config) -> grpc.aio.Server:
-    calls_max = config.limits.requests_max + OTHER_CALLS_MAX
-    return grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=calls_max)
+    return grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=CALLS_MAX)
 
 
 def _options(config: Config) -> list[tuple[str, int]]:
     limits = config.limits
     return [
         ("grpc.so_reuseport", 0),  # two daemons on one port must be an error, not a lottery
-        ("grpc.max_receive_message_length", TRANSPORT_FACTOR * limits.message_bytes_max),
+        ("grpc.max_receive_message_length", min(MESSAGE_BYTES_END, TRANSPORT_FACTOR * limits.message_bytes_max)),
         ("grpc.max_metadata_size", TRANSPORT_FACTOR * limits.metadata_bytes_max),
         ("grpc.absolute_max_metadata_size", TRANSPORT_FACTOR * limits.metadata_bytes_max),
         ("grpc.max_concurrent_streams", limits.streams_max),

@@ -1,4 +1,4 @@
-"""Every loaded version, by digest; which of them a model name means now; and the text model that goes with each."""
+"""Every loaded version, by NAME@N; which of them a model name means now; and the text model that goes with each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import structlog
 
 from residentd.config import Config
-from residentd.errors import LoadError, NotFoundError, UnavailableError
+from residentd.errors import LoadError, NotFoundError, ResidentError, UnavailableError
 from residentd.models.manifest import Manifest
 from residentd.models.registry import Registry, Version
 from residentd.models.store import Store
@@ -36,17 +36,19 @@ class Loaded:
 class Engines:
     """Owned by the daemon; everything runs on its event loop. The registry decides, this follows.
 
-    Changes run one at a time in tasks of their own: a caller that goes away does not leave one half done.
+    One worker for each loaded NAME@N. Changes of one name run one at a time, in tasks of their own: a caller that goes
+    away does not leave one half done, and one name does not wait for another.
     """
 
     def __init__(self, store: Store, registry: Registry, config: Config) -> None:
         self.store = store
         self.registry = registry
         self._config = config
-        self._loaded: dict[str, Loaded] = {}  # by digest; has been READY
-        self._loading: dict[str, Loaded] = {}  # by digest; on the way there
-        self._active: dict[str, str] = {}  # name -> digest of what the bare name means
-        self._changing = asyncio.Lock()
+        self._loaded: dict[str, Loaded] = {}  # by reference; has been READY
+        self._loading: dict[str, Loaded] = {}  # by reference; on the way there
+        self._failures: dict[str, str] = {}  # by reference: why the last load failed
+        self._active: dict[str, str] = {}  # name -> reference of what the bare name means now
+        self._changing: dict[str, asyncio.Lock] = {}  # by name
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -54,35 +56,42 @@ class Engines:
         return tuple(self._loaded.values())
 
     @property
+    def loading(self) -> tuple[Loaded, ...]:
+        return tuple(self._loading.values())
+
+    @property
     def active(self) -> dict[str, Loaded]:
         """What each name that requests may use bare means."""
-        return {name: self._loaded[digest] for name, digest in self._active.items()}
+        return {name: self._loaded[reference] for name, reference in self._active.items()}
 
     @property
     def live_count(self) -> int:
         return sum(entry.host.live_count for entry in self._loaded.values())
 
-    def find(self, digest: str) -> Loaded | None:
-        """The entry of a version that is loaded or on the way there."""
-        return self._loading.get(digest) or self._loaded.get(digest)
+    def state_of(self, reference: str) -> tuple[str, str]:
+        """State and reason of an installed version: available, loading, ready, draining or failed."""
+        entry = self._loading.get(reference) or self._loaded.get(reference)
+        if entry is not None:
+            return str(entry.host.state), entry.host.state_reason
+        if reference in self._failures:
+            return str(State.FAILED), self._failures[reference]
+        return "available", ""
 
     def resolve(self, model: str) -> Loaded:
         """What a request's `model` names. Raises NotFoundError, or UnavailableError when it is not loaded."""
         if not model:
             return self._only()
-        if model in self._active:
-            return self._loaded[self._active[model]]
-        for entry in self._loaded.values():
-            if entry.version.reference == model:
-                return entry
-        version = self.registry.resolve(model)
-        if version.digest in self._loading:
-            raise UnavailableError(f"model {version.reference} is loading. Retry later")
-        if version.digest in self._loaded:
-            return self._loaded[version.digest]
-        raise UnavailableError(
-            f"model {version.reference} is installed but not loaded. Load it: residentctl load {version.reference}"
-        )
+        entry = self._loaded.get(self._active.get(model, model))
+        if entry is not None:
+            return entry
+        reference = self.registry.resolve(model).reference
+        if reference in self._loaded:
+            return self._loaded[reference]
+        if reference in self._loading:
+            raise UnavailableError(f"model {reference} is loading. Retry later")
+        if reference in self._failures:
+            raise UnavailableError(f"model {reference} could not be loaded; the operator's `residentctl list` says why")
+        raise UnavailableError(f"model {reference} is installed but not loaded. Load it: residentctl load {reference}")
 
     def _only(self) -> Loaded:
         if len(self._active) == 1:
@@ -97,18 +106,30 @@ class Engines:
     async def load(self, reference: str) -> Loaded:
         """Put a version into a worker and wait for READY. If its name means it, so do requests from then on.
 
-        The version that the name meant before drains beside it. Raises LoadError with the worker's reason when it does
-        not come up; then nothing has changed.
+        The version that the name meant before drains beside it. Raises LoadError with the reason when it does not come
+        up; then nothing has changed.
         """
-        return await self._change(self._load(reference, activate=False))
+        version = self.registry.resolve(reference)
+        return await self._change(version.name, self._load(version, takes_name=version.active))
 
     async def activate(self, reference: str) -> Loaded:
         """`load`, then let the name mean this version, in the registry too."""
-        return await self._change(self._load(reference, activate=True))
+        version = self.registry.resolve(reference)
+        return await self._change(version.name, self._activate(version))
+
+    async def load_last_good(self, name: str) -> Loaded:
+        """Load what `name` means, or where that does not come up the newest version that does. Raises LoadError."""
+        versions = sorted(self.registry.versions(name), key=lambda version: (version.active, version.number))
+        return await self._change(name, self._load_first(tuple(reversed(versions))))
 
     async def unload(self, reference: str) -> bool:
-        """Drain and stop a loaded version. Whether every generation ended within the drain limit."""
-        return await self._change(self._unload(reference))
+        """Drain and stop a version that is loaded, or give up loading it. Whether every generation ended in time."""
+        version = self.registry.resolve(reference)
+        loading = self._loading.get(version.reference)
+        if loading is not None:
+            await loading.host.stop()
+            return True
+        return await self._change(version.name, self._unload(version))
 
     async def close(self, drain_s: float) -> bool:
         """Drain everything at once. Whether every generation ended in time."""
@@ -116,64 +137,91 @@ class Engines:
         ended = await asyncio.gather(*(entry.host.drain(drain_s) for entry in entries))
         return all(ended)
 
-    async def _change(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _change(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         async def alone() -> T:
-            async with self._changing:
+            async with self._changing.setdefault(name, asyncio.Lock()):
                 return await work
 
         task = asyncio.create_task(alone())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
         return await asyncio.shield(task)
 
-    async def _load(self, reference: str, *, activate: bool) -> Loaded:
-        version = self.registry.resolve(reference)
-        entry = self._loaded.get(version.digest)
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller has it, or has gone away
+
+    async def _activate(self, version: Version) -> Loaded:
+        entry = await self._load(version, takes_name=False)
+        self.registry.activate(version.name, version.number)
+        await self._switch(version.name, entry)
+        return entry
+
+    async def _load_first(self, versions: tuple[Version, ...]) -> Loaded:
+        for version in versions[:-1]:
+            try:
+                return await self._load(version, takes_name=True)
+            except LoadError as error:
+                log.warning("trying_last_good", failed=version.reference, reason=str(error))
+        return await self._load(versions[-1], takes_name=True)
+
+    async def _load(self, version: Version, *, takes_name: bool) -> Loaded:
+        entry = self._loaded.get(version.reference)
+        if entry is not None and entry.host.state is State.LOADING:
+            await entry.host.wait_until_settled()
         if entry is None or entry.host.state in (State.FAILED, State.STOPPED):
             entry = await self._start(version)
-        if activate:
-            self.registry.activate(version.name, version.number)
-        if activate or version.active:
+        if takes_name:
             await self._switch(version.name, entry)
         return entry
 
-    async def _unload(self, reference: str) -> bool:
-        version = self.registry.resolve(reference)
-        entry = self._loaded.get(version.digest)
+    async def _unload(self, version: Version) -> bool:
+        entry = self._loaded.get(version.reference)
         if entry is None:
             raise NotFoundError(f"model {version.reference} is not loaded", field="model")
         return await self._retire(entry)
 
     async def _start(self, version: Version) -> Loaded:
-        manifest, directory = self.store.load(version.digest)
-        text = await asyncio.to_thread(TextModel.load, manifest.content.text, directory)
-        await asyncio.to_thread(text.verify, manifest.content.text_goldens)
-        host = EngineHost(label=version.reference, directory=directory, manifest=manifest, config=self._config)
-        entry = Loaded(version=version, manifest=manifest, host=host, text=text)
-        self._loading[version.digest] = entry
         started = time.monotonic()
-        host.start()
         try:
-            state = await host.wait_until_settled()
-        finally:
-            del self._loading[version.digest]
-        if state is not State.READY:
-            reason = host.state_reason
-            await host.stop()
-            raise LoadError(f"model {version.reference} could not be loaded: {reason}")
-        self._loaded[version.digest] = entry
+            entry = await self._prepare(version)
+            self._loading[version.reference] = entry
+            try:
+                entry.host.start()
+                state = await entry.host.wait_until_settled()
+            finally:
+                del self._loading[version.reference]
+            if state is not State.READY:
+                reason = entry.host.state_reason
+                await entry.host.stop()
+                raise LoadError(reason)
+        except (ResidentError, OSError, ValueError) as error:
+            self._failures[version.reference] = str(error)
+            raise LoadError(f"model {version.reference} could not be loaded: {error}") from error
+        self._failures.pop(version.reference, None)
+        self._loaded[version.reference] = entry
         log.info("model_loaded", model=version.reference, seconds=round(time.monotonic() - started, 2))
         return entry
 
+    async def _prepare(self, version: Version) -> Loaded:
+        """Everything before the worker. Every file must still be what its manifest says: 0.4 s for 540 MB."""
+        manifest = await asyncio.to_thread(self.store.verify_files, version.digest)
+        _, directory = self.store.load(version.digest)
+        text = await asyncio.to_thread(TextModel.load, manifest.content.text, directory)
+        await asyncio.to_thread(text.verify, manifest.content.text_goldens)
+        host = EngineHost(label=version.reference, directory=directory, manifest=manifest, config=self._config)
+        return Loaded(version=version, manifest=manifest, host=host, text=text)
+
     async def _switch(self, name: str, entry: Loaded) -> None:
         old = self._active.get(name)
-        self._active[name] = entry.version.digest
-        if old is not None and old != entry.version.digest and old not in self._active.values():
+        self._active[name] = entry.version.reference
+        if old is not None and old != entry.version.reference:
             await self._retire(self._loaded[old])
 
     async def _retire(self, entry: Loaded) -> bool:
-        digest = entry.version.digest
-        self._active = {name: active for name, active in self._active.items() if active != digest}
+        reference = entry.version.reference
+        self._active = {name: active for name, active in self._active.items() if active != reference}
         ended = await entry.host.drain(self._config.engine.drain_s)
-        self._loaded.pop(digest, None)
+        self._loaded.pop(reference, None)
         return ended

@@ -40,7 +40,7 @@ from residentd.engine.link import (
     decode_from_worker,
     encode,
 )
-from residentd.errors import LinkError, UnavailableError
+from residentd.errors import LinkError, OverloadedError, UnavailableError
 from residentd.models.manifest import Manifest
 from residentd.supervisor.generation import Generation
 from residentd.supervisor.stats import EngineStats
@@ -51,6 +51,7 @@ BACKOFF_MAX_S: Final = 10.0
 WATCH_PERIOD_S: Final = 0.25
 PING_PERIOD_S: Final = 15.0
 STOP_GRACE_S: Final = 2.0
+RETRY_AFTER_MS: Final = 1000
 
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Weights on huge pages: 2 to 3 % off a step (SmolLM2-135M, 2 cores, 2026-12). An operator's own value wins."""
@@ -82,6 +83,7 @@ class EngineHost:
         self._suspects: deque[Generation] = deque()  # lost a worker without a token: submitted one at a time
         self._trial: Generation | None = None
         self._losses: deque[float] = deque()
+        self._failed_starts = 0  # workers in a row that were lost before READY
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
@@ -104,14 +106,35 @@ class EngineHost:
         return self.state
 
     def submit(self, generation: Generation) -> None:
-        """Hand over a request. Raises UnavailableError when this engine takes none."""
+        """Hand over a request. Raises UnavailableError when this engine takes none, OverloadedError when it is full."""
         if self.state not in (State.READY, State.LOADING):
             raise UnavailableError(f"model {self.label} is {self.state}. Retry later, or name another version")
+        self._check_room(len(generation.request.prompt))
         if not self._live:
             self._progress_at = time.monotonic()  # an engine that was idle until now has not stalled
         self._live[generation.request.id] = generation
         if self.state is State.READY:
             self._send(Submit(generation.submission()))
+
+    def _check_room(self, prompt_tokens: int) -> None:
+        """The scheduler's own rule, applied before the caller is told that the request is accepted."""
+        limits, slots = self._config.limits, self.manifest.content.engine.limits.slots
+        queued = len(self._live) - slots
+        if queued >= limits.waiting_max:
+            raise OverloadedError(
+                f"the queue of model {self.label} holds {queued:,} of at most {limits.waiting_max:,} requests "
+                "(limits.waiting_max). Retry later",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if queued < 0:
+            return
+        waiting = sum(len(other.request.prompt) for other in self._live.values() if not other.times.scheduled_ns)
+        if waiting + prompt_tokens > max(limits.waiting_tokens_max, self.manifest.content.engine.limits.context):
+            raise OverloadedError(
+                f"the queue of model {self.label} holds {waiting:,} tokens and this request has {prompt_tokens:,}; "
+                f"at most {limits.waiting_tokens_max:,} may wait (limits.waiting_tokens_max). Retry later",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
 
     def cancel(self, generation: Generation, reason: Finish) -> None:
         """End a request now. Idempotent; the worker frees its slot within one step."""
@@ -187,7 +210,9 @@ class EngineHost:
             while self._losses[0] < now - self._config.engine.restart_window_s:
                 self._losses.popleft()
             log.warning("worker_lost", model=self.label, reason=reason, losses=len(self._losses), live=len(self._live))
-            if permanent or len(self._losses) > self._config.engine.restarts_max:
+            self._failed_starts += 1  # none, if READY was said since: see _on_ready
+            stillborn = self._failed_starts >= self._config.engine.load_attempts_max
+            if permanent or stillborn or len(self._losses) > self._config.engine.restarts_max:
                 self._move(State.FAILED, reason)
                 self._fail_all(f"model {self.label} has failed: its engine worker could not be kept running")
                 return
@@ -259,6 +284,7 @@ class EngineHost:
                 pass
 
     def _on_ready(self, ready: Ready) -> None:
+        self._failed_starts = -1  # the loss of this worker is not a failed start
         log.info("engine_ready", model=self.label, load_ms=ready.load_ms, resumed=len(self._live))
         if self.state is State.LOADING:
             self._move(State.READY, "")

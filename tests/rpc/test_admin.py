@@ -266,3 +266,62 @@ def test_a_state_that_others_can_write_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert "others could replace a model" in done.stderr
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file, its size unchanged."""
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def test_one_flipped_bit_keeps_a_version_from_being_served(daemon: Daemon) -> None:
+    """Weights that are not those of the manifest never reach READY: the load names the file, list shows the reason."""
+    digest = install(daemon, EXPORTS / "llama", "tiny")[-1].installed.digest
+    with daemon.admin() as admin:
+        admin.Unload(admin_pb2.UnloadRequest(model="tiny"))
+        flip(daemon.state / "versions" / digest / "engine" / "weights.bin")
+        with pytest.raises(grpc.RpcError) as failure:
+            admin.Load(admin_pb2.LoadRequest(model="tiny"))
+    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "weights.bin" in failure.value.details()
+    listed = versions(daemon)["tiny@1"]
+    assert listed.state == "failed"
+    assert "weights.bin" in listed.state_reason
+    assert answer(daemon, "toy").started.model_version == "toy@1"
+
+
+def test_a_name_falls_back_to_its_last_good_version(tmp_path: Path) -> None:
+    """At start, a damaged active version is reported as failed and the newest other one answers for the name."""
+    make_toy_version(tmp_path, "toy")
+    digest = make_toy_version(tmp_path, "toy", vocab=2048)
+    flip(tmp_path / "versions" / digest / "tokenizer.json")
+    with running(tmp_path) as daemon:
+        assert answer(daemon, "toy").started.model_version == "toy@1"
+        wait_for(lambda: health(daemon) == "SERVING", "health to follow")
+        listed = versions(daemon)
+    assert (listed["toy@2"].active, listed["toy@2"].state) == (True, "failed")
+    assert listed["toy@1"].state == "ready"
+
+
+def test_a_worker_that_never_comes_up_is_given_up_and_blocks_nobody(tmp_path: Path) -> None:
+    """Three starts, however slow, and the model is FAILED; another model is served meanwhile."""
+    crashing = ReferenceModel(faults=(PlannedFault(kind="crash", step=2),), step_ms=400.0)
+    make_toy_version(tmp_path, "a-crashing", model=crashing)
+    make_toy_version(tmp_path, "b-fine")
+    config = "[engine]\nrestart_window_s = 0.2\nrestart_backoff_s = 0.0\n"
+    with running(tmp_path, config=config) as daemon:
+        assert answer(daemon, "b-fine").started.model_version == "b-fine@1"
+        wait_for(lambda: versions(daemon)["a-crashing@1"].state == "failed", "the model to be given up", 30)
+        assert daemon.log.read_text().count("worker_lost") == 3
+
+
+def test_two_names_for_one_export_are_two_models(tmp_path: Path) -> None:
+    """Each name reports itself, and unloading one leaves the other."""
+    make_toy_version(tmp_path, "one")
+    make_toy_version(tmp_path, "two")
+    with running(tmp_path, models=2) as daemon:
+        assert answer(daemon, "two").started.model_version == "two@1"
+        with daemon.admin() as admin:
+            admin.Unload(admin_pb2.UnloadRequest(model="one"))
+        assert answer(daemon, "two").started.model_version == "two@1"

@@ -232,10 +232,15 @@ def test_a_full_queue_refuses_at_once_with_a_retry_hint(daemon: Daemon) -> None:
     """Past waiting_max requests are refused with RESOURCE_EXHAUSTED and RetryInfo; the accepted ones all end whole."""
 
     async def one(stub: inference_pb2_grpc.InferenceAsyncStub) -> grpc.aio.AioRpcError | int:
+        started = False
         try:
-            return (await stub.Complete(greedy("a", 120), timeout=60)).finish.usage.completion_tokens
+            async for message in stub.Generate(greedy("a", 120), timeout=60):
+                started |= message.HasField("started")
+                count = message.finish.usage.completion_tokens
         except grpc.aio.AioRpcError as error:
+            assert not started, "told that it was accepted, then refused"
             return error
+        return count
 
     async def crowd() -> list[grpc.aio.AioRpcError | int]:
         async with grpc.aio.insecure_channel(daemon.address) as channel:

@@ -64,7 +64,7 @@ def test_the_first_end_stands() -> None:
     live = generation()
     live.finish(Finished(REQUEST.id, Finish.STOP), 1)
     live.finish(Finished(REQUEST.id, Finish.CANCELLED), 2)
-    assert live.reason is Finish.STOP
+    assert live.finished == Finished(REQUEST.id, Finish.STOP)
 
 
 def test_a_resubmission_carries_what_was_delivered() -> None:

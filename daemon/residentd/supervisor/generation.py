@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from residentd.types import Finish, Finished, Request, Sampled
+from residentd.types import Finished, Request, Sampled
 
 
 @dataclass(slots=True)
@@ -91,7 +91,3 @@ class Generation:
                 return
             else:
                 await self._changed.wait()
-
-    @property
-    def reason(self) -> Finish | None:
-        return self.finished.reason if self.finished else None

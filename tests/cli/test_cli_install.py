@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import time
@@ -14,7 +15,7 @@ from cli_support import Residentctl
 from cli_terminal import CONTROL_C, WAIT_S_MAX, Terminal, module_directory, piped
 
 from resident.v1.admin_pb2 import InstallRequest
-from residentd.cli.builder import command_line
+from residentd.cli.builder import _lines, command_line
 from residentd.cli.exits import ExitCode
 from residentd.cli.progress import installed_lines
 
@@ -49,6 +50,9 @@ while kind in {"hang", "slow", "stubborn"}:
 if kind == "crash":
     raise OSError("the disk is on fire")
 staged.unlink()
+if kind == "long":
+    say(event="failed", kind="accuracy", message="it does not work", detail="x" * (2 << 20))
+    sys.exit(1)
 if kind == "good":
     say(event="installed", name=sys.argv[5], version=3, digest="ab" * 32, context=64, slots=4, bytes=1000,
         precision="fp32", target="onnxruntime-cpu", mode="canonical", active=True, greedy_equal=9, greedy_total=9,
@@ -203,6 +207,7 @@ def test_the_compilers_json_is_the_daemons(lonely_residentctl: Residentctl, stat
         ("usage", ExitCode.USAGE, "it does not work"),
         ("operator", ExitCode.USAGE, "it does not work"),
         ("internal", ExitCode.FAILED, "it does not work"),
+        ("long", ExitCode.ACCURACY, "it does not work"),  # a line of 2 MiB, as thousands of findings make
         ("crash", ExitCode.MACHINE, "ended with status 1 before it was done: OSError: the disk is on fire"),
     ],
 )
@@ -215,6 +220,24 @@ def test_the_compilers_failures_have_the_daemons_exit_codes(
     assert said in result.err
     assert result.out == ""
     assert "Traceback" not in result.err
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_line_that_is_too_long_is_named_as_such(
+    lonely_residentctl: Residentctl, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a crash, and its length does not matter to what follows it."""
+    monkeypatch.setattr("residentd.cli.builder.LINE_BYTES_MAX", 1 << 10)
+    result = lonely_residentctl("install", _source(tmp_path, "long"), "--name", "toy", "--state", str(state))
+    assert result.code == ExitCode.FAILED
+    assert "a line of more than 1,024 bytes" in result.err
+
+
+def test_lines_around_one_that_is_too_long_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the long one is passed over, wherever its pieces end; the limit includes the newline."""
+    monkeypatch.setattr("residentd.cli.builder.LINE_BYTES_MAX", 4)
+    for long in (b"long\n", b"longlon\n", b"longlong\n", b"longlonglo\n"):
+        assert list(_lines(io.BytesIO(b"abc\n" + long + b"d\n\nend"))) == [b"abc\n", None, b"d\n", b"\n", b"end"]
 
 
 @pytest.mark.usefixtures("compiler")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from cli_fake_daemon import Running
-from cli_terminal import CONTROL_C, CONTROL_D, WAIT_S_MAX, Terminal, piped
+from cli_terminal import CONTROL_C, CONTROL_D, WAIT_S_MAX, Terminal, piped, redirected
 from google.rpc import code_pb2, status_pb2
 
 from residentd.cli.chat import Conversation
@@ -51,6 +52,45 @@ def test_generate_into_a_closed_pipe_ends_quietly(running: Running) -> None:
     assert process.wait(WAIT_S_MAX) == ExitCode.FAILED
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "said"),
+    [
+        ("<&-", ("chat",), "stdin cannot be read: Bad file descriptor"),
+        ("<&-", ("generate", "-"), "stdin cannot be read: Bad file descriptor"),
+        (">&-", ("generate", "one two"), "stdout cannot be written: Bad file descriptor"),
+        (">&-", ("list",), "stdout cannot be written: Bad file descriptor"),
+        (">&-", ("--help",), "stdout cannot be written: Bad file descriptor"),
+        (">/dev/full", ("generate", "one two", "--json"), "stdout cannot be written: No space left on device"),
+        (">/dev/full", ("status",), "stdout cannot be written: No space left on device"),
+        (">/dev/full", ("--version",), "stdout cannot be written: No space left on device"),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_is_one_line(
+    running: Running, redirection: str, arguments: tuple[str, ...], said: str
+) -> None:
+    """The stream and the reason; what cannot be read is a usage error, what cannot be written a failure."""
+    ended = redirected(redirection, "--state", str(running.state), *arguments)
+    (line,) = ended.stderr.decode().splitlines()
+    assert line.startswith(f"residentctl: {said}. ")
+    assert ended.returncode == (ExitCode.USAGE if "stdin" in said else ExitCode.FAILED)
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "<&- >&- 2>&-"])
+def test_what_cannot_be_said_leaves_the_exit_code(state: Path, redirection: str) -> None:
+    """A script that closes stderr still learns how the command ended."""
+    ended = redirected(redirection, "list", "--state", str(state))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (ExitCode.UNREACHABLE, b"", b"")
+
+
+def test_a_failure_is_told_where_its_json_cannot_be_written(state: Path) -> None:
+    """stderr has the failure itself, not that of its report."""
+    for redirection in (">&-", ">/dev/full"):
+        ended = redirected(redirection, "list", "--json", "--state", str(state))
+        assert ended.returncode == ExitCode.UNREACHABLE
+        (line,) = ended.stderr.decode().splitlines()
+        assert "no daemon: there is no admin socket" in line
 
 
 def test_chat_keeps_the_conversation(running: Running) -> None:

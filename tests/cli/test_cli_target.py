@@ -29,22 +29,37 @@ def test_without_anything_the_built_in_defaults_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listen", "address", "socket"),
+    ("listen", "socket"),
     [
-        ('grpc = "10.0.0.7:9000"', "10.0.0.7:9000", "STATE/admin.sock"),
-        ('grpc = "0.0.0.0:9000"', "127.0.0.1:9000", "STATE/admin.sock"),
-        ('grpc = "[::]:9000"', "[::1]:9000", "STATE/admin.sock"),
-        ('grpc = ""', "", "STATE/admin.sock"),
-        ('admin_socket = "/run/residentd/admin.sock"', "127.0.0.1:8470", "/run/residentd/admin.sock"),
+        ('grpc = "127.0.0.1:9000"', "STATE/admin.sock"),
+        ('grpc = ""', "STATE/admin.sock"),
+        ('admin_socket = "/run/residentd/admin.sock"', "/run/residentd/admin.sock"),
     ],
 )
-def test_the_configuration_says_where(tmp_path: Path, listen: str, address: str, socket: str) -> None:
-    """A wildcard address is reached over loopback; the admin socket is in the state directory unless named."""
+def test_the_configuration_says_where(tmp_path: Path, listen: str, socket: str) -> None:
+    """The admin socket is in the state directory unless named; it is all there is until a daemon writes its address."""
     path = _config(tmp_path, f'state = "{tmp_path}"\n[listen]\n{listen}\n')
     target = resolve(ConnectionOptions(config=path), NOTHING)
-    assert target.address == address
+    assert target.address == ""
     assert str(target.admin_socket) == socket.replace("STATE", str(tmp_path))
     assert target.state == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("bound", "address"),
+    [
+        ("10.0.0.7:9000", "10.0.0.7:9000"),
+        ("0.0.0.0:9000", "127.0.0.1:9000"),
+        ("[::]:9000", "[::1]:9000"),
+        (":9000", "127.0.0.1:9000"),
+        ("", ""),
+    ],
+)
+def test_a_wildcard_address_is_reached_over_loopback(tmp_path: Path, bound: str, address: str) -> None:
+    """A daemon may listen on every address; a client needs one."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "address").write_text(f"{bound}\n")
+    assert resolve(ConnectionOptions(state=tmp_path), NOTHING).address == address
 
 
 def test_options_beat_the_configuration(tmp_path: Path) -> None:
@@ -73,7 +88,7 @@ def test_the_development_daemon_is_found_where_there_is_no_other(tmp_path: Path)
     state.mkdir()
     (state / "dev.toml").write_text(f'state = "{state}"\n[listen]\ngrpc = "127.0.0.1:9001"\n')
     target = resolve(ConnectionOptions(), {"XDG_STATE_HOME": str(tmp_path)})
-    assert (target.state, target.address) == (state, "127.0.0.1:9001")
+    assert (target.state, target.admin_socket) == (state, state / "admin.sock")
 
 
 def test_a_relative_state_directory_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
 import pytest
 from cli_support import Residentctl
+from cli_terminal import unprivileged
 
 from residentd.cli.exits import ExitCode
 
@@ -41,16 +41,51 @@ def test_a_socket_that_nobody_listens_on(lonely_residentctl: Residentctl, state:
     assert "Connection refused" in result.err
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every socket")
-def test_a_socket_of_somebody_else(lonely_residentctl: Residentctl, state: Path) -> None:
+def test_a_socket_of_somebody_else(state: Path) -> None:
     """No permission is said as such, with the group as the way out."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(state / "admin.sock"))
         listening.listen()
         (state / "admin.sock").chmod(0)
-        result = lonely_residentctl("list", "--state", str(state))
+        state.chmod(0o755)
+        code, said = unprivileged("list", "--state", str(state))
+    assert code == ExitCode.UNREACHABLE
+    (line,) = said.splitlines()
+    assert f"you may not open the admin socket {state}/admin.sock" in line
+    assert "group" in line
+
+
+def test_a_state_directory_of_somebody_else(state: Path) -> None:
+    """A user whom the daemon's directory is closed to is served on TCP, where the configuration says."""
+    state.chmod(0)
+    path = state.with_suffix(".toml")
+    address = f"127.0.0.1:{_free_port()}"
+    path.write_text(f'state = "{state}"\n[listen]\ngrpc = "{address}"\n')
+    try:
+        code, said = unprivileged("models", "--config", str(path))
+    finally:
+        path.unlink()
+        state.chmod(0o700)
+    assert code == ExitCode.UNREACHABLE
+    assert f"no daemon answers at {address} (Connection refused)" in said
+
+
+@pytest.mark.parametrize("command", INFERENCE, ids=" ".join)
+@pytest.mark.parametrize("named", ["--state", "--config"])
+def test_the_default_port_is_not_the_named_daemon(
+    lonely_residentctl: Residentctl, state: Path, named: str, command: tuple[str, ...]
+) -> None:
+    """Where the daemon over a named state is down, whatever listens on its configured port is left alone."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.setblocking(False)
+        (state / "dev.toml").write_text(f'state = "{state}"\n[listen]\ngrpc = "127.0.0.1:{other.getsockname()[1]}"\n')
+        result = lonely_residentctl(*command, named, str(state if named == "--state" else state / "dev.toml"))
+        with pytest.raises(BlockingIOError):
+            other.accept()
     assert result.code == ExitCode.UNREACHABLE
-    assert "group" in result.err
+    (line,) = result.err.splitlines()
+    assert f"no daemon: there is no admin socket {state}/admin.sock" in line
+    assert "--address" in line
 
 
 def test_a_socket_path_too_long(lonely_residentctl: Residentctl, tmp_path: Path) -> None:
@@ -99,3 +134,13 @@ def test_usage_errors_are_one_line(lonely_residentctl: Residentctl, arguments: t
     assert result.out == ""
     (line,) = result.err.splitlines()
     assert said in line
+    for with_json in (("--json", *arguments), (*arguments, "--json")):
+        error = lonely_residentctl(*with_json).document["error"]
+        assert said in error["message"]
+        assert error["exit_code"] == ExitCode.USAGE
+
+
+def test_json_behind_two_dashes_is_no_option(lonely_residentctl: Residentctl) -> None:
+    """An argument that looks like the option changes nothing."""
+    result = lonely_residentctl("count-tokens", "--bogus", "--", "--json")
+    assert (result.code, result.out) == (ExitCode.USAGE, "")

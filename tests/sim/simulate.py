@@ -246,9 +246,17 @@ def simulate_many(first: int, count: int, core: Core | None = None) -> Report:
     )
 
 
+def _seed_count(text: str) -> int:
+    """A number of lives. None at all would pass without having tested anything."""
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} is not a number of lives. Give 1 or more")
+    return count
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/sim", description="Simulate lives of the scheduling core by seed.")
-    parser.add_argument("--seeds", type=int, default=2000, metavar="N", help="how many lives (2000)")
+    parser.add_argument("--seeds", type=_seed_count, default=2000, metavar="N", help="how many lives (2000)")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (0)")
     parser.add_argument("--seed", type=int, metavar="K", help="one life only; a failure shows its traceback")
     parser.add_argument("--trace", action="store_true", help="with --seed: tell it step by step")

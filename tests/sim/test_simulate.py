@@ -97,6 +97,15 @@ def test_the_front_end_tells_one_life(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[-1].endswith(simulate(3).digest)
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_the_front_end_refuses_to_live_no_life(capsys: pytest.CaptureFixture[str], count: str) -> None:
+    """Nothing simulated is no success: exit status 2, and the value."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--seeds", count])
+    assert ended.value.code == 2
+    assert f"{count}" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_front_end_fails_when_the_core_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

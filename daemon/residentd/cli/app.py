@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import inspect
 import os
@@ -20,13 +21,15 @@ from residentd.cli.exits import ExitCode, Failure, exit_code_table
 from residentd.cli.generate import count_tokens, generate, models
 from residentd.cli.install import install
 from residentd.cli.options import ConnectionOptions
-from residentd.cli.output import open_output, report
+from residentd.cli.output import discard, open_output, report, settle
 from residentd.cli.serve import serve
 from residentd.cli.status import status
 from residentd.cli.versions import list_versions, load, unload
 
 PROGRAM = "residentctl"
 TRACEBACK_VARIABLE = "RESIDENTCTL_TRACEBACK"
+_WRITE_ERRORS = frozenset({errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
+"""Of an OSError without a file name: stdout's. Nothing else is written without one, and reads of stdin are guarded."""
 _COMMANDS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     ("install", "Models on this machine", install),
     ("list", "Models on this machine", list_versions),
@@ -92,26 +95,39 @@ def _print_version(*, value: bool) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints one line where it fails, and no traceback."""
-    plain = open_output(as_json=False)
-    arguments = arguments or ["--help"]
     try:
-        result = build_app()(arguments, prog_name=PROGRAM, standalone_mode=False)
+        result = build_app()(arguments or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+        if not result:
+            sys.stdout.flush()
     except typer.TyperException as error:
-        report(plain, Failure(_usage_message(error), code=ExitCode.USAGE))
-        return ExitCode.USAGE
+        failure = Failure(_usage_message(error), code=ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
-        report(plain, Failure("interrupted", code=ExitCode.INTERRUPTED))
-        return ExitCode.INTERRUPTED
+        failure = Failure("interrupted", code=ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left; nothing more to say
+        discard(sys.stdout)  # the reader has left; nothing more to say
         return ExitCode.FAILED
-    except Exception as error:
-        if os.environ.get(TRACEBACK_VARIABLE):
-            raise
-        message = f"internal error: {type(error).__name__}: {error}. Set {TRACEBACK_VARIABLE}=1 to see where"
-        report(plain, Failure(message))
-        return ExitCode.FAILED
-    return result if isinstance(result, int) else ExitCode.OK
+    except Exception as error:  # noqa: BLE001 - a mistake of ours is one line as well, unless asked otherwise
+        failure = _unexpected(error)
+    else:
+        return result if isinstance(result, int) else ExitCode.OK
+    report(open_output(as_json=_wants_json(arguments)), failure)
+    return failure.code
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    """Whether --json is among the options, where the command line could not be parsed to the end."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in options
+
+
+def _unexpected(error: Exception) -> Failure:
+    """The Failure of a stdout that cannot be written, or else of a mistake of ours, which is raised where asked for."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_ERRORS:
+        discard(sys.stdout)
+        return Failure(f"stdout cannot be written: {error.strerror}. Send the output elsewhere, or make room there")
+    if os.environ.get(TRACEBACK_VARIABLE):
+        raise error
+    return Failure(f"internal error: {type(error).__name__}: {error}. Set {TRACEBACK_VARIABLE}=1 to see where")
 
 
 def _usage_message(error: typer.TyperException) -> str:
@@ -128,7 +144,11 @@ def main() -> None:
             signal.signal(number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            settle(stream)  # or the interpreter, which flushes them as well, would end with a code of its own
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

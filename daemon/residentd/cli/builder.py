@@ -18,7 +18,7 @@ from resident.v1.admin_pb2 import InstallProgress, InstallRequest, Version
 from residentd.cli.exits import ExitCode, Failure, Problem
 from residentd.cli.formats import plural
 
-LINE_BYTES_MAX = 1 << 20
+LINE_BYTES_MAX = 16 << 20  # a refused source lists every finding in one line
 LINES_MAX = 1_000_000
 EXIT_S_MAX = 60.0  # from the last line of its output to its end
 CANCEL_S_MAX = 60.0
@@ -35,6 +35,7 @@ _EXIT_BY_KIND: Mapping[str, ExitCode] = MappingProxyType(
         "cancelled": ExitCode.INTERRUPTED,
     }
 )
+_OVERLONG: Mapping[str, str] = MappingProxyType({"event": "overlong"})
 
 
 def command_line(request: InstallRequest, state: Path) -> list[str]:
@@ -77,21 +78,39 @@ def _started(words: list[str], messages: IO[bytes]) -> subprocess.Popen[bytes]:
 def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
     """What the compiler reports, until it has ended."""
     assert process.stdout is not None
-    for _ in range(LINES_MAX):
-        line = process.stdout.readline(LINE_BYTES_MAX)
-        if not line:
-            break
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # a library printed to stdout: not ours to show
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
+    for line in _lines(process.stdout):
+        event = _event(line)
+        if event is not None:
             yield event
     try:
         process.wait(EXIT_S_MAX)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines of `stream`; None in the place of one that is longer than LINE_BYTES_MAX."""
+    inside = False  # an over-long line, of which the rest is passed over
+    for _ in range(LINES_MAX):
+        piece = stream.readline(LINE_BYTES_MAX)
+        if not piece:
+            return
+        cut = len(piece) == LINE_BYTES_MAX and not piece.endswith(b"\n")
+        if not inside:
+            yield None if cut else piece
+        inside = cut
+
+
+def _event(line: bytes | None) -> dict[str, Any] | None:
+    """One event, `_OVERLONG` for a line that could not be read; None for what a library printed to stdout."""
+    if line is None:
+        return dict(_OVERLONG)
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def _progress(event: dict[str, Any]) -> InstallProgress:
@@ -135,6 +154,12 @@ def _cancel(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(event: dict[str, Any], status: int, last_line: str) -> Failure:
+    if event == _OVERLONG:
+        return Failure(
+            f"the compiler failed, and what it reported last is a line of more than {LINE_BYTES_MAX:,} bytes, the most "
+            f"that is read. Nothing was installed; run python -m residentd_build yourself to see it",
+            code=ExitCode.FAILED,
+        )
     if event.get("event") != "failed":
         ended = f"signal {-status}" if status < 0 else f"status {status}"
         why = f": {last_line}" if last_line else ""

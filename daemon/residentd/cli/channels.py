@@ -57,11 +57,11 @@ def _inference_address(target: Target) -> tuple[str, Tls | None]:
     if target.address:
         reach_inference(target)
         return target.address, target.tls
-    reach_admin(target)
+    reach_admin(target, options="--state, --admin-socket or --address")
     return _unix_target(target.admin_socket), None
 
 
-def reach_admin(target: Target) -> None:
+def reach_admin(target: Target, *, options: str = "--state or --admin-socket") -> None:
     """Return if somebody listens on the admin socket. Raises Failure (unreachable) with what to do about it."""
     path = target.admin_socket
     try:
@@ -75,13 +75,13 @@ def reach_admin(target: Target) -> None:
     except FileNotFoundError as error:
         raise _unreachable(
             f"no daemon: there is no admin socket {path}. Start it (systemctl start residentd, or "
-            f"residentctl serve --dev), or say where it is with --state or --admin-socket"
+            f"residentctl serve --dev), or say where it is with {options}"
         ) from error
     except OSError as error:
         reason = "the path is too long for a unix socket" if "too long" in str(error) else error.strerror or str(error)
         raise _unreachable(
             f"no daemon answers on the admin socket {path} ({reason}). Start it (systemctl start residentd, or "
-            f"residentctl serve --dev)"
+            f"residentctl serve --dev), or say where it is with {options}"
         ) from error
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from resident.v1 import inference_pb2_grpc
 from resident.v1.inference_pb2 import Message
 from residentd.cli import answers
 from residentd.cli.channels import failing_plainly, inference_stub
 from residentd.cli.command import Session
-from residentd.cli.exits import Failure, usage
+from residentd.cli.exits import Failure, reading_stdin, usage
 from residentd.cli.generate import ModelOption, TimeoutOption
 from residentd.cli.options import SamplingOptions
 from residentd.cli.output import Output, report
@@ -143,10 +144,10 @@ def _lines(output: Output, *, asking: bool) -> Iterator[str]:
         try:
             line = _typed(output)
         except EOFError:
-            output.err.print()
+            output.say(Text())
             return
         except KeyboardInterrupt:
-            output.err.print()
+            output.say(Text())
             output.note(HELP)
             continue
         if line.strip():
@@ -156,13 +157,14 @@ def _lines(output: Output, *, asking: bool) -> Iterator[str]:
 def _typed(output: Output) -> str:
     if output.out.is_terminal:
         return input(PROMPT)
-    output.err.print(PROMPT, end="")  # the answers go to a file; the prompt must not
+    output.say(Text(PROMPT), end="")  # the answers go to a file; the prompt must not
     return input()
 
 
 def _piped_lines() -> Iterator[str]:
     while True:
-        data = sys.stdin.buffer.readline(LINE_BYTES_MAX + 1)
+        with reading_stdin():
+            data = sys.stdin.buffer.readline(LINE_BYTES_MAX + 1)
         if not data:
             return
         if len(data) > LINE_BYTES_MAX:

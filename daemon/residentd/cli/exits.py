@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -84,3 +85,12 @@ class Failure(Exception):  # noqa: N818 - a command's outcome; "Error" is what t
 def usage(message: str) -> Failure:
     """A Failure with exit code 2."""
     return Failure(message, code=ExitCode.USAGE)
+
+
+@contextlib.contextmanager
+def reading_stdin() -> Iterator[None]:
+    """Turn an error of reading stdin, which may be closed or a directory, into a Failure (usage)."""
+    try:
+        yield
+    except OSError as error:
+        raise usage(f"stdin cannot be read: {error.strerror}. Redirect a file or a pipe to it") from error

@@ -11,7 +11,7 @@ from resident.v1 import inference_pb2
 from residentd.cli import answers, formats
 from residentd.cli.channels import UNARY_S_MAX, inference_stub
 from residentd.cli.command import Session
-from residentd.cli.exits import usage
+from residentd.cli.exits import reading_stdin, usage
 from residentd.cli.options import SamplingOptions
 from residentd.cli.output import Output, fields_of
 from residentd.cli.requests import chat_request, count_request, message, prompt_request
@@ -76,7 +76,8 @@ def _end_line(output: Output, answer: answers.Answer) -> None:
 def _prompt(argument: str) -> str:
     if argument != "-":
         return argument
-    data = sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1)
+    with reading_stdin():
+        data = sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1)
     if len(data) > PROMPT_BYTES_MAX:
         raise usage(f"stdin has more than {PROMPT_BYTES_MAX:,} bytes, the most that is read as a prompt. Send less")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -45,7 +46,12 @@ class Output:
 
     def note(self, message: str) -> None:
         """One line for the person, on stderr."""
-        print_line(self.err, Text(printable(message), style="dim"))
+        self.say(Text(printable(message), style="dim"))
+
+    def say(self, line: Text, *, end: str = "\n") -> None:
+        """`line` on stderr, or nowhere if that cannot be written: the command's work and its exit code matter more."""
+        with contextlib.suppress(OSError):
+            print_line(self.err, line, end=end)
 
     def line(self, message: str) -> None:
         """One line of the result, on stdout."""
@@ -71,9 +77,16 @@ def open_output(*, as_json: bool) -> Output:
     return Output(out=_console(sys.stdout), err=_console(sys.stderr), as_json=as_json)
 
 
+class _Console(Console):
+    """A Console that leaves a reader who has gone to its caller; rich would end the process, whatever its exit code."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def _console(file: IO[str]) -> Console:
     piped_width = None if file.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(file=file, width=piped_width, markup=False, highlight=False, emoji=False)
+    return _Console(file=file, width=piped_width, markup=False, highlight=False, emoji=False)
 
 
 def printable(text: str) -> str:
@@ -92,32 +105,50 @@ def _shown(character: str) -> str:
     return character
 
 
-def print_line(console: Console, line: Text) -> None:
+def settle(stream: IO[str]) -> None:
+    """Write out what `stream` still holds, or drop it where it cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        discard(stream)
+
+
+def discard(stream: IO[str]) -> None:
+    """Send what `stream` still holds, and all that follows, nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def print_line(console: Console, line: Text, *, end: str = "\n") -> None:
     """`line`, wrapped at words for a person and left whole for a program."""
-    console.print(line, soft_wrap=not console.is_terminal)
+    console.print(line, soft_wrap=not console.is_terminal, end=end)
 
 
 def report(output: Output, failure: Failure) -> None:
-    """Print `failure`: a line (and its findings) on stderr, and the JSON object on stdout where JSON was asked for."""
+    """Print `failure`: a line (and its findings) on stderr, and the JSON object on stdout where JSON was asked for.
+
+    As far as the two can be written: the exit code stays the failure's own.
+    """
     if output.as_json:
-        output.emit({"error": failure.to_json()})
+        with contextlib.suppress(OSError):
+            output.emit({"error": failure.to_json()})
     line = Text("residentctl: ", style="bold red").append(printable(failure.message), style="default not bold")
     if failure.retry_after_ms is not None:
         line.append(f" (try again in {_seconds(failure.retry_after_ms)})", style="default not bold")
-    print_line(output.err, line)
+    output.say(line)
     for number, problem in enumerate(failure.problems, start=1):
         entry = Text(printable(problem.where), style="bold")
         entry.append(f"{': ' if problem.where else ''}{printable(problem.text)}", style="not bold")
-        _print_numbered(output.err, number, entry)
+        _say_numbered(output, number, entry)
 
 
-def _print_numbered(console: Console, number: int, entry: Text) -> None:
-    if not console.is_terminal:
-        console.print(Text(f"  {number}. ").append_text(entry), soft_wrap=True)
+def _say_numbered(output: Output, number: int, entry: Text) -> None:
+    if not output.err.is_terminal:
+        output.say(Text(f"  {number}. ").append_text(entry))
         return
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(f"{number:>3}.", entry)
-    console.print(grid)
+    with contextlib.suppress(OSError):
+        output.err.print(grid)
 
 
 def _seconds(milliseconds: int) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 from resident.v1.admin_pb2 import InstallProgress, Version
 from residentd.cli import formats
 from residentd.cli.exits import ExitCode, Failure
-from residentd.cli.output import Output, fields_of, print_line, printable
+from residentd.cli.output import Output, fields_of, printable
 
 LINE_EVERY = 0.1  # of the whole: a log gets a line at a new stage or after this much, not one a message
 
@@ -48,7 +48,7 @@ def _follow_lines(output: Output, events: Iterable[InstallProgress]) -> Version:
             version = event.installed
         elif event.stage != stage or event.fraction >= shown + LINE_EVERY:
             stage, shown = event.stage, event.fraction
-            print_line(output.err, Text(f"{_percent(event)}  {_description(event)}"))
+            output.say(Text(f"{_percent(event)}  {_description(event)}"))
     if version is None:
         raise _no_result()
     return version

@@ -29,7 +29,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One daemon. `address` is "" where the configuration leaves Inference to the admin socket alone."""
+    """One daemon. `address` is "" where the admin socket alone is known: no daemon has said that it listens on TCP."""
 
     address: str
     admin_socket: Path
@@ -62,7 +62,7 @@ def resolve(options: ConnectionOptions, environ: Mapping[str, str]) -> Target:
     else:
         admin_socket = (state or Path(Config().state)) / "admin.sock"
     return Target(
-        address=options.address or _bound_address(state or Path(Config().state)) or _reachable(listen.grpc),
+        address=options.address or _address(state, config),
         admin_socket=admin_socket.absolute(),
         state=state.absolute() if state else None,
         tls=_tls(options, listen),
@@ -98,12 +98,19 @@ def _parsed(path: Path) -> Config:
         raise usage(f"{path}: {error}") from error
 
 
-def _bound_address(state: Path) -> str:
+def _address(state: Path | None, config: Config | None) -> str:
+    """Where the daemon over `state` has said that it listens; "" where none has.
+
+    The configured address is no substitute: while that daemon is down, another program may listen there.
+    """
+    configured = _reachable((config or Config()).listen.grpc)
     try:
-        with (state / ADDRESS_FILE).open(encoding="utf-8") as file:
+        with ((state or Path(Config().state)) / ADDRESS_FILE).open(encoding="utf-8") as file:
             return _reachable(file.read(ADDRESS_BYTES_MAX).strip())
+    except PermissionError:  # the directory is the daemon's own; the configuration is all that we may know
+        return configured if config or not state else ""
     except (OSError, UnicodeDecodeError):
-        return ""
+        return "" if state else configured
 
 
 def _reachable(address: str) -> str:

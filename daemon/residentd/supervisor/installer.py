@@ -14,7 +14,7 @@ import msgspec
 
 from residentd.errors import AccuracyError, Finding, MachineError, OperatorError, ResidentError, SourceError
 
-LINE_BYTES_MAX: Final = 1 << 20
+LINE_BYTES_MAX: Final = 16 << 20
 CANCEL_GRACE_S: Final = 10.0
 
 
@@ -53,11 +53,7 @@ async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:
     assert process.stdout is not None
     event: dict[str, Any] = {}
     try:
-        async for line in process.stdout:
-            decoded = _event_of(line)
-            if decoded is None:
-                continue
-            event = decoded
+        async for event in _events(process.stdout):
             if event["event"] == "failed":
                 break
             yield event
@@ -66,6 +62,20 @@ async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:
         await _end(process)
     if event.get("event") != "installed":
         raise _error_of(event, status)
+
+
+async def _events(stream: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The compiler's events; what a library prints, or a line past LINE_BYTES_MAX, is passed over."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:
+            continue
+        if not line:
+            return
+        event = _event_of(line)
+        if event is not None:
+            yield event
 
 
 def _event_of(line: bytes) -> dict[str, Any] | None:

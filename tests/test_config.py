@@ -13,9 +13,9 @@ def test_an_empty_file_is_the_defaults() -> None:
 
 def test_keys_are_read_into_their_sections() -> None:
     """A value in the file replaces the default of exactly that key."""
-    config = parse('state = "/x"\nmodels = ["a", "b@2"]\n[engine]\nthreads = 3\nscheduling = "interactive"\n')
+    config = parse('state = "/x"\nmodels = ["a", "b@2"]\n[engine]\nthreads = 3\nscheduling = "throughput"\n')
     assert (config.state, config.models, config.engine.threads) == ("/x", ("a", "b@2"), 3)
-    assert (config.engine.scheduling, config.limits) == ("interactive", Config().limits)
+    assert (config.engine.scheduling, config.limits) == ("throughput", Config().limits)
 
 
 @pytest.mark.parametrize(

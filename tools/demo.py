@@ -19,7 +19,7 @@ from resident.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = "smollm2"
 READY_S_MAX = 120
-SHOWN_CHARACTERS = 72
+SHOWN_CHARACTERS = 60
 CONTROL = Path(sys.executable).parent / "residentctl"
 
 

@@ -56,8 +56,9 @@ class Engine(_Section, frozen=True):
     spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = (
         50  # spinning of an idle compute thread within a step; 0 is none
     )
-    # interactive: the prefill of a step is sized from measured costs so that decodes keep their pace
-    scheduling: Literal["throughput", "interactive"] = "throughput"
+    # interactive: the prefill of a step is sized from measured costs so that decodes keep their pace. At 16 streams it
+    # kept 0.97 of the tokens/s of throughput and halved ITL p95 (tools/bench_peers, 2026-12).
+    scheduling: Literal["throughput", "interactive"] = "interactive"
     prefill_tokens_max: Count = 256  # prompt tokens computed in one step at most
     stall_s: Seconds = 10.0  # work and no step for so long: health says NOT_SERVING
     step_timeout_s: Seconds = 60.0  # a step longer than this: the worker is replaced

@@ -35,7 +35,7 @@ def serve(
     scheduling: Annotated[
         Literal["throughput", "interactive"],
         typer.Option(help="interactive: a new prompt never slows the others much."),
-    ] = "throughput",
+    ] = "interactive",
     threads: Annotated[int, typer.Option(min=0, max=1024, help="Compute threads of a worker. 0: all cores.")] = 0,
 ) -> None:
     """Run the daemon in this terminal, with state under --state DIR (default ~/.local/state/residentd)."""

@@ -64,7 +64,7 @@ class Reporter:
         if self._is_json:
             self._write({"event": "progress", "stage": stage, "fraction": round(fraction, 4), "message": message})
         elif stage != self._stage:
-            print(f"{fraction:4.0%}  {stage}: {message}", flush=True)
+            print(_as_utf8(f"{fraction:4.0%}  {stage}: {message}"), flush=True)
         self._stage = stage
 
     def installed(self, manifest: Manifest, number: int, *, is_active: bool) -> None:
@@ -87,10 +87,15 @@ class Reporter:
         if self._is_json:
             self._write({"event": "failed", "kind": kind, "message": str(error), "findings": findings})
             return
-        print(f"not installed: {error}", file=sys.stderr)
+        print(_as_utf8(f"not installed: {error}"), file=sys.stderr)
 
     def _write(self, event: dict[str, Any]) -> None:
-        print(json.dumps(event, ensure_ascii=False), flush=True)
+        print(_as_utf8(json.dumps(event, ensure_ascii=False)), flush=True)
+
+
+def _as_utf8(text: str) -> str:
+    """A path of the command line may hold bytes that are no text; what we write is UTF-8 all the same."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def installed_event(manifest: Manifest, number: int, *, is_active: bool) -> dict[str, Any]:
@@ -137,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CANCELLED
     except Exception as error:  # noqa: BLE001 - the last event must come whatever happened; the trace goes to stderr
         traceback.print_exc()
-        reporter.failed("internal", error)
+        reporter.failed("internal", RuntimeError(f"residentd's own fault, {type(error).__name__}: {error}. Report it"))
         return EXIT_BY_KIND["internal"]
     return 0
 

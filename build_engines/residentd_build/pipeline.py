@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import msgspec
 import onnx_ir as ir
+import psutil
 
-from residentd.errors import Finding, OperatorError, SourceError, StoreError
+from residentd.backend.onnxruntime import LOAD_PEAK_FACTOR, MemoryNeed, memory_need
+from residentd.errors import Finding, MachineError, OperatorError, SourceError, StoreError
 from residentd.models.manifest import (
     SCHEMA,
     Agreement,
@@ -28,14 +32,13 @@ from residentd.text.model import TextModel
 from residentd.text.tokenizer import Tokenizer
 from residentd_build.draft import Draft, draft_from_model
 from residentd_build.fingerprint import machine, tool_versions
+from residentd_build.foreign import refusing
 from residentd_build.lower import onnxruntime as lower
+from residentd_build.options import CONTEXT_MIN, Options
 from residentd_build.passes import CANONICALISE, FUSE
 from residentd_build.source import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Source
 from residentd_build.validate import validate
 from residentd_build.verify import VerifyResult, verify
-
-if TYPE_CHECKING:
-    from residentd_build.options import Options
 
 ENGINE_DIRECTORY = "engine"
 ENGINE_FILE = "model.onnx"
@@ -71,14 +74,17 @@ def build(directory: Path, stage: Path, options: Options, progress: Progress, ch
     started = time.monotonic()
     progress("validate", STAGES["validate"], f"reading {directory}")
     source = validate(directory, context=options.context)
-    draft = draft_from_model(
-        source.model, context=options.context_for(source.context_max), step_tokens=options.step_tokens
-    )
+    with refusing("compiled"):
+        draft = draft_from_model(
+            source.model, context=options.context_for(source.context_max), step_tokens=options.step_tokens
+        )
+    check_memory(describe_engine(draft, source, options), _weight_bytes(source), stage)
     lines = rewrite(draft, progress)
     check_room(_bytes_needed(source))
-    write_text(source, stage)
-    check_text(source, stage)
-    write_engine(draft, stage, progress)
+    with refusing("compiled"):
+        write_text(source, stage)
+        check_text(source, stage)
+        write_engine(draft, stage, progress)
     engine = describe_engine(draft, source, options)
     progress("verify", STAGES["verify"], "comparing the engine with its export")
     verified = verify(source, stage, engine, _within("verify", progress))
@@ -101,10 +107,39 @@ def rewrite(draft: Draft, progress: Progress) -> list[str]:
     for index, (name, run) in enumerate(passes.items()):
         share = index / len(passes)
         progress("canonicalise", STAGES["canonicalise"] + share * (STAGES["lower"] - STAGES["canonicalise"]), name)
-        lines.append(run(draft))
+        with refusing("compiled"):
+            lines.append(run(draft))
     progress("lower", STAGES["lower"], "lowering for ONNX Runtime on the CPU")
-    lines.append(lower.run(draft))
+    with refusing("compiled"):
+        lines.append(lower.run(draft))
     return lines
+
+
+def check_memory(engine: Engine, weight_bytes: int, stage: Path) -> None:
+    """Raise MachineError if this machine, all of it, could not load `engine`. Makes the engine's empty directory."""
+    (stage / ENGINE_DIRECTORY).mkdir()
+    total = psutil.virtual_memory().total
+
+    def need(limits: EngineLimits) -> MemoryNeed:
+        found = memory_need(stage, msgspec.structs.replace(engine, limits=limits))
+        return replace(found, weights=int(weight_bytes * LOAD_PEAK_FACTOR))
+
+    limits = engine.limits
+    asked = need(limits)
+    if asked.total <= total:
+        return
+    fewer = (msgspec.structs.replace(limits, slots=slots) for slots in range(limits.slots - 1, 0, -1))
+    halves = (limits.context >> shift for shift in range(1, limits.context.bit_length()))
+    shorter = (msgspec.structs.replace(limits, context=context) for context in halves if context >= CONTEXT_MIN)
+    ways = [f"--slots {fits.slots}" for fits in fewer if need(fits).total <= total][:1]
+    ways += [f"--context {fits.context}" for fits in shorter if need(fits).total <= total][:1]
+    raise MachineError(
+        f"loading this version would take {_mib(asked.total)} MiB: weights {_mib(asked.weights)}, KV caches "
+        f"{_mib(asked.caches)} for {limits.slots:,} slots of {limits.context:,} tokens, logits {_mib(asked.logits)}, "
+        f"working space {_mib(asked.workspace)} for steps of {limits.step_tokens_max:,} tokens. This machine has "
+        f"{_mib(total)} MiB. Use {' or '.join(ways) or 'fewer --slots and --step-tokens, a shorter --context'}, or a "
+        "machine with more memory"
+    )
 
 
 def write_text(source: Source, stage: Path) -> None:
@@ -125,7 +160,7 @@ def check_text(source: Source, stage: Path) -> None:
 def write_engine(draft: Draft, stage: Path, progress: Progress) -> None:
     """Graph and weights; the weights pass through one tensor at a time, out of the source's mapping."""
     directory = stage / ENGINE_DIRECTORY
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     report = _within("lower", progress)
 
     def written(_tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
@@ -200,10 +235,16 @@ def _text_goldens(tokenizer_json: bytes) -> tuple[TextGolden, ...]:
 
 
 def _bytes_needed(source: Source) -> int:
-    weights = sum(
-        value.const_value.nbytes for value in source.model.graph.initializers.values() if value.const_value is not None
-    )
-    return weights + len(source.text.tokenizer_json) + PROTO_OVERHEAD_BYTES
+    return _weight_bytes(source) + len(source.text.tokenizer_json) + PROTO_OVERHEAD_BYTES
+
+
+def _weight_bytes(source: Source) -> int:
+    values = source.model.graph.initializers.values()
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
+
+
+def _mib(count: int) -> str:
+    return f"{count >> 20:,}"
 
 
 class StageProgress(Protocol):

@@ -14,10 +14,12 @@ from tokenizers import Tokenizer
 
 from residentd.errors import CallerError, Finding, OperatorError
 from residentd.models.manifest import SamplingDefaults
+from residentd.sampling import validate as validate_sampling
 from residentd.text import tokenizer as served
 from residentd.text.chat import ChatTemplate
 from residentd.text.detokenizer import table_for
-from residentd.types import ChatMessage
+from residentd.types import ChatMessage, SamplingParams
+from residentd_build.foreign import cut, token_id_of
 from residentd_build.source import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
@@ -37,6 +39,8 @@ CONVERSATION = (
     ChatMessage("assistant", "Good evening."),
     ChatMessage("user", "How high is the lighthouse?"),
 )
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+WHOLE_FIELDS = frozenset({"top_k"})
 SHORT_CHARS_MAX = 300
 FIX_TEMPLATE = "Put a working template into chat_template.jinja, or remove the template to serve plain prompts"
 FIX_TOKENIZER = "Save the tokenizer again with transformers' save_pretrained, from the model's own tokenizer"
@@ -84,30 +88,42 @@ def read_sampling(generation: Json) -> tuple[SamplingDefaults, list[Finding]]:
     """generation_config.json's defaults. do_sample false means greedy; what it leaves out is off."""
     findings: list[Finding] = []
     found: dict[str, Any] = {}
-    for name, (low, high, is_whole) in _SAMPLING_RANGES.items():
+    for name in SAMPLING_FIELDS:
         value = generation.get(name)
-        if value is None:
-            continue
-        is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
-        if isinstance(value, bool) or not is_number or not low <= value <= high:
-            kind = "whole number" if is_whole else "number"
-            what = f"{name} is {json.dumps(value)}; a {kind} from {low:g} to {high:g} is expected"
-            findings.append(Finding(what, GENERATION_FILE, "Correct it, or remove it to have it off"))
-        else:
-            found[name] = int(value) if is_whole else float(value)
-    found["top_k"] = max(found.get("top_k", 0), 0)
+        if name == "top_k" and value == -1:
+            value = 0  # both mean off
+        problem = None if value is None else _sampling_problem(name, value)
+        if problem is not None:
+            findings.append(Finding(problem, GENERATION_FILE, "Correct it, or remove it to have it off"))
+        elif value is not None:
+            found[name] = value if name in WHOLE_FIELDS else float(value)
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     return SamplingDefaults(**found), findings
 
 
-_SAMPLING_RANGES: Mapping[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 100.0, False),
-    "top_k": (-1, 1 << 24, True),  # -1 and 0: off
-    "top_p": (1e-9, 1.0, False),
-    "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (1e-3, 1e3, False),
-}
+def check_stops(eos_ids: tuple[int, ...], vocab: int) -> list[Finding]:
+    """Every request stops at all of these, so no more than one request may have."""
+    try:
+        validate_sampling(SamplingParams(tokens_max=1, stop_ids=frozenset(eos_ids)), vocab)
+    except CallerError as error:
+        what = f"eos_token_id and the tokenizer together end answers at {len(eos_ids):,} tokens: {error}"
+        return [Finding(what, GENERATION_FILE, "Name only the tokens that end an answer")]
+    return []
+
+
+def _sampling_problem(name: str, value: object) -> str | None:
+    """Why `value` cannot be every request's default: what a request may ask for is the limit."""
+    is_whole = name in WHOLE_FIELDS
+    is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
+    if isinstance(value, bool) or not is_number:
+        return f"{name} is {cut(json.dumps(value))}; a {'whole number' if is_whole else 'number'} is expected"
+    try:
+        given: dict[str, Any] = {name: value}
+        validate_sampling(SamplingParams(tokens_max=1, **given), 1)
+    except CallerError as error:
+        return str(error).removesuffix(".")
+    return None
 
 
 def _tokenizer(data: bytes) -> tuple[Tokenizer | None, list[Finding]]:
@@ -117,6 +133,10 @@ def _tokenizer(data: bytes) -> tuple[Tokenizer | None, list[Finding]]:
         table_for(loaded)
     except OperatorError as error:
         return None, [Finding(_short(error), TOKENIZER_FILE, FIX_TOKENIZER)]
+    dropout = getattr(loaded.inner.model, "dropout", None)
+    if dropout:
+        what = f"the model's dropout is {dropout:g}: it encodes one text differently each time, as only training wants"
+        return loaded.inner, [Finding(what, TOKENIZER_FILE, "Set dropout to null in it")]
     return loaded.inner, []
 
 
@@ -145,13 +165,17 @@ def _special(files: TextFiles, tokenizer: Tokenizer, name: str, findings: list[F
         index = tokenizer.token_to_id(content) if isinstance(content, str) else None
         if index is None:
             findings.append(
-                Finding(f"{name}_token {content!r} is not in the tokenizer's vocabulary", where, FIX_TOKENIZER)
+                Finding(f"{name}_token {cut(repr(content))} is not in the tokenizer's vocabulary", where, FIX_TOKENIZER)
             )
             return "", None
         return content, index
-    for mapping in (files.config, files.generation):
-        index = mapping.get(f"{name}_token_id")
-        token = tokenizer.id_to_token(index) if isinstance(index, int) and not isinstance(index, bool) else None
+    for where, mapping in ((CONFIG_FILE, files.config), (GENERATION_FILE, files.generation)):
+        value = mapping.get(f"{name}_token_id")
+        index = token_id_of(value)
+        if index is None and value is not None and name == "bos":  # EOS may be a list: _eos_ids judges it
+            what = f"bos_token_id is {cut(json.dumps(value))}, which is no token id"
+            findings.append(Finding(what, where, "Name the id of the token that begins a text, or remove it"))
+        token = None if index is None else tokenizer.id_to_token(index)
         if token is not None:
             return str(token), index
     return "", None
@@ -162,11 +186,12 @@ def _eos_ids(files: TextFiles, named: int | None, findings: list[Finding]) -> tu
     found = set() if named is None else {named}
     for where, mapping in ((CONFIG_FILE, files.config), (GENERATION_FILE, files.generation)):
         value = mapping.get("eos_token_id")
-        for index in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+        for entry in value if isinstance(value, list) else [] if value is None else [value]:
+            index = token_id_of(entry)
+            if index is not None:
                 found.add(index)
             else:
-                what = f"eos_token_id holds {json.dumps(index)}, which is no token id"
+                what = f"eos_token_id holds {cut(json.dumps(entry))}, which is no token id"
                 findings.append(Finding(what, where, "Name the ids of the tokens that end an answer"))
     if not found:
         what = "no configuration names an end-of-sequence token, so no answer would ever end by itself"

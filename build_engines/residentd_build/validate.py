@@ -16,6 +16,7 @@ from residentd.text.limits import TEMPLATE_BYTES_MAX, TOKENIZER_BYTES_MAX
 from residentd_build.draft import LOGITS_OUTPUT, MASK_INPUT, PAST_PATTERN, POSITION_INPUT, TOKEN_INPUT
 from residentd_build.files import MissingError, RefusedError, SourceDirectory
 from residentd_build.fingerprint import SourceDigest
+from residentd_build.foreign import cut, refusing
 from residentd_build.source import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
@@ -28,7 +29,7 @@ from residentd_build.source import (
     TextSource,
 )
 from residentd_build.tensors import DataFiles, check_tensors, model_from_proto, skeleton_of
-from residentd_build.text_source import TextFiles, read_sampling, read_text
+from residentd_build.text_source import TextFiles, check_stops, read_sampling, read_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,7 @@ FINDINGS_MAX = 50
 OPSET_MIN, OPSET_MAX = 13, 25
 DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 VOCAB_MAX = 1 << 22
+ARCHITECTURE_CHARS_MAX = 100
 CONTEXT_MIN = 8
 STEP_INPUTS = frozenset({TOKEN_INPUT, POSITION_INPUT, MASK_INPUT})
 EXPORT_AGAIN = "Export it with `optimum-cli export onnx --task text-generation-with-past`"
@@ -62,6 +64,11 @@ class _Report:
 
 def validate(directory: Path, *, context: int | None = None) -> Source:
     """Read and check an exporter's directory for the `context` asked for. Raises SourceError with every finding."""
+    with refusing("read"):
+        return _validate(directory, context)
+
+
+def _validate(directory: Path, context: int | None) -> Source:
     report = _Report()
     try:
         opened = SourceDirectory(directory)
@@ -76,13 +83,14 @@ def validate(directory: Path, *, context: int | None = None) -> Source:
         text, sampling, tokens = _text(text_files, report)
         vocab = _check_vocab(text_files, text, tokens, model, report)
         context_max = _check_context(text_files, context, report)
+        architecture = _architecture(text_files, report)
         report.raise_if_any()
         assert model is not None
         assert text is not None  # each None above came with a finding
         data.add_to(digest)
     return Source(
         directory=directory,
-        architecture=str(text_files.config.get("model_type", "unknown")),
+        architecture=architecture,
         vocab=vocab,
         context_max=context_max,
         text=text,
@@ -108,6 +116,9 @@ def _read(
         report.add(f"the file {error.what}", name, error.remedy)
         return None
     digest.add(name, data)
+    if is_needed and not data:
+        report.add("the file is empty", name, "Export the model again, or copy it completely")
+        return None
     return data
 
 
@@ -122,10 +133,23 @@ def _json(
     except (ValueError, RecursionError) as error:
         report.add(f"it is not valid JSON ({error})", name, "Restore the file from the model's own directory")
         return {}
+    if not _is_text(parsed):
+        what = "it holds half a surrogate pair (\\ud800 to \\udfff alone), which is no text"
+        report.add(what, name, "Restore the file from the model's own directory")
+        return {}
     if not isinstance(parsed, dict):
         report.add("it is not a JSON object", name, "Restore the file from the model's own directory")
         return {}
     return parsed
+
+
+def _is_text(parsed: object) -> bool:
+    """Whether every string can be written as UTF-8: JSON's escapes can name what no text holds."""
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text_files(directory: SourceDirectory, report: _Report, digest: SourceDigest) -> TextFiles:
@@ -192,26 +216,38 @@ def _check_vocab(
         return 0
     if not isinstance(vocab, int) or isinstance(vocab, bool) or not 0 < vocab <= VOCAB_MAX:
         report.add(
-            f"vocab_size is {configured!r}; a number up to {VOCAB_MAX:,} is needed",
+            f"vocab_size is {cut(repr(configured))}; a number up to {VOCAB_MAX:,} is needed",
             CONFIG_FILE,
             "Restore config.json from the model",
         )
         return 0
     if isinstance(configured, int) and configured != vocab:
         report.add(
-            f"vocab_size is {configured:,} and the model gives {vocab:,} logits",
+            f"vocab_size is {cut(f'{configured:,}')} and the model gives {vocab:,} logits",
             CONFIG_FILE,
             "Put the files of one model together",
         )
     if tokens > vocab:
         what = f"the tokenizer knows ids up to {tokens - 1:,} and the model gives {vocab:,} logits"
         report.add(what, TOKENIZER_FILE, "Use the tokenizer that belongs to this model")
-    for index in text.eos_ids if text is not None else ():
-        if index >= vocab:
-            report.add(
-                f"end-of-sequence id {index:,} is beyond the {vocab:,} logits", GENERATION_FILE, "Correct eos_token_id"
-            )
+    beyond = [index for index in text.eos_ids if index >= vocab] if text is not None else []
+    if text is not None and not beyond:
+        report.findings += check_stops(text.eos_ids, vocab)
+    for index in beyond:
+        report.add(
+            f"end-of-sequence id {index:,} is beyond the {vocab:,} logits", GENERATION_FILE, "Correct eos_token_id"
+        )
     return vocab
+
+
+def _architecture(files: TextFiles, report: _Report) -> str:
+    """What config.json calls the model's kind; only shown."""
+    name = files.config.get("model_type") or "unknown"
+    if isinstance(name, str) and len(name) <= ARCHITECTURE_CHARS_MAX and name.isprintable():
+        return name
+    what = f"model_type is {cut(json.dumps(name))}; a name of at most {ARCHITECTURE_CHARS_MAX} characters is needed"
+    report.add(what, CONFIG_FILE, "Restore config.json from the model")
+    return ""
 
 
 def _check_context(files: TextFiles, asked: int | None, report: _Report) -> int:
@@ -220,7 +256,7 @@ def _check_context(files: TextFiles, asked: int | None, report: _Report) -> int:
     if not files.config:
         return 0
     if not isinstance(longest, int) or isinstance(longest, bool) or longest < CONTEXT_MIN:
-        what = f"max_position_embeddings is {longest!r}; the model's context in tokens is needed"
+        what = f"max_position_embeddings is {cut(repr(longest))}; the model's context in tokens is needed"
         report.add(what, CONFIG_FILE, "Restore config.json from the model")
         return 0
     if asked is not None and asked > longest:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
+import psutil
 import pytest
 from lowering import EXPORTS
 
@@ -122,6 +126,52 @@ def test_a_refused_source_exits_3_with_every_finding(tmp_path: Path) -> None:
     assert left_behind(tmp_path / "state") == []
 
 
+def test_a_name_in_the_graph_that_is_no_text_exits_3(tmp_path: Path) -> None:
+    """What a pass or the writing of the graph trips over is the source's, said in one finding without a trace."""
+    source = Path(shutil.copytree(SOURCE, tmp_path / "source"))
+    model = onnx.load(source / "model.onnx")
+    for node in model.graph.node:
+        node.name = "QQQQQQQQ"
+    (source / "model.onnx").write_bytes(model.SerializeToString().replace(b"QQQQQQQQ", b"\xff\xfeQQQQQQ"))
+    status, events, stderr = run(tmp_path / "state", source=source)
+    assert (status, stderr) == (3, "")
+    (finding,) = events[-1]["findings"]
+    assert "cannot be compiled" in finding["what"]
+    assert left_behind(tmp_path / "state") == []
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_path_that_is_no_text_is_reported_like_any_other(more: tuple[str, ...], tmp_path: Path) -> None:
+    """A file name is bytes; the output is UTF-8 all the same."""
+    source = tmp_path / os.fsdecode(b"\xff")
+    done = subprocess.run(
+        command(tmp_path / "state", *more, source=source), capture_output=True, timeout=WAIT_S_MAX, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "not a readable directory" in (done.stdout + done.stderr).decode()
+
+
+def test_more_than_the_machine_has_exits_5_before_anything_is_compiled(
+    in_process: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """A version that could never be loaded here is not built; the message has the sum and what would fit."""
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(total=512 << 20))
+    asked = ("--slots", "256", "--step-tokens", "1025", "--context", "256")
+    assert in_process(tmp_path, *asked) == 5
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {event["stage"] for event in events[:-1]} == {"validate"}
+    message = events[-1]["message"]
+    assert events[-1]["kind"] == "machine"
+    assert "512 MiB" in message
+    (slots,) = re.findall(r"--slots (\d+)", message)
+    assert left_behind(tmp_path) == []
+    assert in_process(tmp_path, *asked, "--slots", slots) == 0
+
+
 @pytest.fixture
 def in_process() -> Iterator[Callable[..., int]]:
     """main() in this process, whose signal handlers come back afterwards."""
@@ -188,6 +238,22 @@ def test_a_bug_of_ours_exits_1_with_a_last_event(
     assert json.loads(captured.out.splitlines()[-1])["kind"] == "internal"
     assert "planted" in captured.err
     assert left_behind(tmp_path) == []
+
+
+def test_an_assertion_without_a_text_still_has_a_message(
+    in_process: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The last event is never empty."""
+
+    def fail(*_arguments: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(pipeline, "verify", fail)
+    assert in_process(tmp_path) == 1
+    assert "AssertionError" in last_event(capsys)["message"]
 
 
 def test_keep_active_leaves_the_active_version(

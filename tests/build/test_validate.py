@@ -15,7 +15,9 @@ from lowering import EXPORTS
 from onnx import TensorProto, helper
 
 from residentd.errors import Finding, SourceError
+from residentd.sampling.limits import STOP_IDS_MAX
 from residentd.text.limits import TEMPLATE_BYTES_MAX, TOKENIZER_BYTES_MAX
+from residentd_build import validate as validate_module
 from residentd_build.validate import FINDINGS_MAX, validate
 
 
@@ -130,12 +132,28 @@ def cut_weights(model: onnx.ModelProto) -> None:
     weight.raw_data = weight.raw_data[:-4]
 
 
+def endless_number(model: onnx.ModelProto) -> None:
+    """A layer whose number has more digits than Python turns into an int."""
+    name = f"past_key_values.{'1' * 5000}.key"
+    model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2, 8, 8]))
+
+
 def wide_logits(model: onnx.ModelProto) -> None:
     model.graph.output[0].type.tensor_type.shape.dim[2].dim_value = 500
 
 
 def model_change(change: Callable[[onnx.ModelProto], None]) -> Callable[[Path], None]:
     return lambda directory: edit_model(directory, change)
+
+
+def only_ids(directory: Path) -> None:
+    """Nothing but the ids of config.json and generation_config.json names BOS and EOS."""
+    edit(directory, "tokenizer_config.json", bos_token=None, eos_token=None)
+    (directory / "special_tokens_map.json").unlink()
+
+
+def set_ids(name: str, **ids: object) -> Callable[[Path], None]:
+    return lambda directory: (only_ids(directory), edit(directory, name, **ids))[-1]
 
 
 WRONG: Mapping[str, tuple[Callable[[Path], object], str, str]] = {
@@ -232,6 +250,75 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str, str]] = {
         "tokenizer_config.json",
         "'<|bos|>' is not in the tokenizer's vocabulary",
     ),
+    "BOS id below zero": (set_ids("config.json", bos_token_id=-1), "config.json", "bos_token_id is -1"),
+    "BOS id above 32 bits": (set_ids("config.json", bos_token_id=1 << 40), "config.json", "bos_token_id is 1099511"),
+    "BOS id in words": (set_ids("config.json", bos_token_id="<s>"), "config.json", 'bos_token_id is "<s>"'),
+    "EOS id below zero": (set_ids("config.json", eos_token_id=-1), "config.json", "eos_token_id holds -1"),
+    "EOS id above 32 bits": (
+        set_ids("generation_config.json", eos_token_id=1 << 40),
+        "generation_config.json",
+        "eos_token_id holds 1099511627776",
+    ),
+    "BOS text that is no text": (
+        lambda d: edit(d, "tokenizer_config.json", bos_token="\ud800"),
+        "tokenizer_config.json",
+        "half a surrogate pair",
+    ),
+    "template that is no text": (
+        lambda d: edit(d, "tokenizer_config.json", chat_template="hello \udfff"),
+        "tokenizer_config.json",
+        "half a surrogate pair",
+    ),
+    "architecture that is no text": (
+        lambda d: edit(d, "config.json", model_type="llama\ud800"),
+        "config.json",
+        "half a surrogate pair",
+    ),
+    "architecture that is no name": (lambda d: edit(d, "config.json", model_type=["llama"]), "config.json", "model_ty"),
+    "architecture without end": (lambda d: edit(d, "config.json", model_type="l" * 1000), "config.json", "model_type"),
+    "tokenizer is empty": (lambda d: (d / "tokenizer.json").write_bytes(b""), "tokenizer.json", "is empty"),
+    "configuration is empty": (lambda d: (d / "config.json").write_bytes(b""), "config.json", "is empty"),
+    "cache numbered without end": (model_change(endless_number), "source", "cannot be read: ValueError"),
+    "tokenizer that encodes at random": (
+        lambda d: edit_in_model(d, dropout=0.1),
+        "tokenizer.json",
+        "dropout is 0.1",
+    ),
+    "temperature without end": (
+        lambda d: edit(d, "generation_config.json", temperature=1e9, do_sample=False),
+        "generation_config.json",
+        "temperature is 1000000000",
+    ),
+    "temperature beyond a float": (
+        lambda d: edit(d, "generation_config.json", temperature=10**400),
+        "generation_config.json",
+        "temperature is 1000",
+    ),
+    "temperature that is no number": (
+        lambda d: edit(d, "generation_config.json", temperature=float("nan")),
+        "generation_config.json",
+        "temperature is ",
+    ),
+    "repetition penalty above what a request may have": (
+        lambda d: edit(d, "generation_config.json", repetition_penalty=20),
+        "generation_config.json",
+        "repetition_penalty is 20",
+    ),
+    "repetition penalty below what a request may have": (
+        lambda d: edit(d, "generation_config.json", repetition_penalty=0.01),
+        "generation_config.json",
+        "repetition_penalty is 0.01",
+    ),
+    "min_p that leaves no token": (
+        lambda d: edit(d, "generation_config.json", min_p=1.0),
+        "generation_config.json",
+        "min_p is 1",
+    ),
+    "more end tokens than a request may have": (
+        lambda d: edit(d, "generation_config.json", eos_token_id=list(range(STOP_IDS_MAX + 1))),
+        "generation_config.json",
+        f"at most {STOP_IDS_MAX}",
+    ),
     "temperature below zero": (
         lambda d: edit(d, "generation_config.json", temperature=-1),
         "generation_config.json",
@@ -271,6 +358,68 @@ def test_all_findings_come_together(source: Path) -> None:
     places = [finding.where for finding in found]
     expected = ["chat_template.jinja", "config.json", "generation_config.json", "generation_config.json", "model.onnx"]
     assert sorted(places) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("generation_config.json", "eos_token_id", "x" * (2 << 20)),
+        ("generation_config.json", "temperature", "x" * (2 << 20)),
+        ("tokenizer_config.json", "bos_token", "x" * (2 << 20)),
+        ("config.json", "vocab_size", "x" * (2 << 20)),
+        ("config.json", "max_position_embeddings", {"x" * (2 << 20): "x" * (2 << 20)}),
+        ("config.json", "model_type", "x" * (2 << 20)),
+    ],
+)
+def test_what_a_file_says_is_quoted_in_short(name: str, key: str, value: object, source: Path) -> None:
+    """Two megabytes in one value do not come out again in a finding."""
+    if key == "vocab_size":
+        edit_model(source, lambda model: model.graph.output[0].type.tensor_type.shape.dim[2].Clear())
+    edit(source, name, **{key: value})
+    assert [key for finding in findings(source) if key in finding.what]
+    assert max(len(str(finding)) for finding in findings(source)) < 1000
+
+
+def test_names_of_a_graph_are_quoted_in_short(source: Path) -> None:
+    """Nor do a thousand inputs with long names."""
+
+    def spoil(model: onnx.ModelProto) -> None:
+        for index in range(1000):
+            name = f"{'x' * 1000}{index}"
+            model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]))
+
+    edit_model(source, spoil)
+    assert max(len(str(finding)) for finding in findings(source)) < 1000
+
+
+def test_a_bug_of_ours_is_no_finding(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed assertion blames nobody's files, and a full disk or memory is what it is."""
+    for error in (AssertionError("planted"), MemoryError(), OSError(28, "planted")):
+
+        def fail(*_arguments: object, error: Exception = error, **_options: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(validate_module, "_check_context", fail)
+            with pytest.raises(type(error)):
+                validate(source)
+
+
+def test_the_most_that_a_default_may_be_is_accepted(source: Path) -> None:
+    """The limits are those of a request, to the end."""
+    most = {"temperature": 100, "min_p": 0.99, "repetition_penalty": 10, "top_k": 1 << 24, "top_p": 1e-9}
+    edit(source, "generation_config.json", **most, eos_token_id=list(range(STOP_IDS_MAX)))
+    validated = validate(source)
+    assert {name: getattr(validated.sampling, name) for name in most} == most
+    assert len(validated.text.eos_ids) == STOP_IDS_MAX
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0])
+def test_a_tokenizer_without_dropout_is_accepted(dropout: float | None, source: Path) -> None:
+    """Off is off, however it is written."""
+    model = json.loads((source / "tokenizer.json").read_text())["model"]
+    edit(source, "tokenizer.json", model=model | {"dropout": dropout})
+    assert validate(source).text.bos_id == 1
 
 
 def test_an_empty_directory_names_all_that_is_missing(tmp_path: Path) -> None:

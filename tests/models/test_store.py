@@ -4,6 +4,8 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +19,7 @@ from residentd.models.manifest import File
 from residentd.models.store import FILES_MAX, Disk, Store, measure_files
 from support.manifests import plain_manifest, publish_files, write_files
 
+NOBODY = 65534
 FILES = {"engine.onnx": b"weights" * 50, "text/tokenizer.json": b"{}", "empty": b""}
 
 
@@ -307,3 +310,93 @@ def test_sweep_asks_the_registry_after_it_looked_at_the_locks(store: Store) -> N
 
         assert store.sweep(asked_too_early) == ()
     store.verify_files(digest)
+
+
+def test_sweep_passes_over_a_stage_that_another_process_removes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may be done between any two looks of ours; the next stage is taken all the same."""
+    for name in ("a", "b"):
+        (store.state / "staging" / name).mkdir()
+    ask = store_module._is_ownerless
+
+    def after_its_owner_left(stage: Path) -> bool:
+        if stage.name == "a":
+            stage.rmdir()
+        return ask(stage)
+
+    monkeypatch.setattr(store_module, "_is_ownerless", after_its_owner_left)
+    assert store.sweep() == ("b",)
+    assert list((store.state / "staging").iterdir()) == []
+
+
+def test_sweep_unlinks_a_link_in_staging_and_ignores_one_in_versions(store: Store, tmp_path: Path) -> None:
+    """Neither is ours, and neither is followed: what they point to stays."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "kept").mkdir(parents=True)
+    for name in ("to-directory", "to-nothing"):
+        (store.state / "staging" / name).symlink_to(elsewhere if name == "to-directory" else tmp_path / "nothing")
+    version = store.state / "versions" / ("f" * 64)
+    version.symlink_to(elsewhere)
+    (store.state / "pending" / version.name).write_bytes(b"")
+    (store.state / "pending" / ("e" * 64)).mkdir()
+    assert set(store.sweep(lambda: ())) == {"to-directory", "to-nothing"}
+    assert list((store.state / "staging").iterdir()) == []
+    assert version.is_symlink()
+    assert (elsewhere / "kept").is_dir()
+
+
+@contextlib.contextmanager
+def as_somebody_else(state: Path) -> Iterator[None]:
+    """Without the right to write `state`; root gives up its own for the time."""
+    paths = [state, *state.rglob("*")]
+    modes = {path: path.stat().st_mode for path in paths}
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+def sweep(store: Store) -> object:
+    return store.sweep(lambda: ())
+
+
+def stage(store: Store) -> object:
+    with store.staging() as opened:
+        return opened
+
+
+@pytest.mark.parametrize("use", [sweep, stage])
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_state_directory_that_cannot_be_written_is_explained(
+    use: Callable[[Store], object], *, has_lock: bool
+) -> None:
+    """Restored as another user, or mounted read-only: a StoreError that says what to do."""
+    with tempfile.TemporaryDirectory() as outside:  # pytest's own directories are closed to other users
+        Path(outside).chmod(0o755)
+        store = Store(Path(outside) / "state")
+        publish_files(store, FILES)
+        (store.state / "staging" / "stale").mkdir()
+        if not has_lock:
+            (store.state / "lock").unlink()
+        with as_somebody_else(store.state), pytest.raises(StoreError, match="Make it writable for this user"):
+            use(store)
+
+
+class ReadOnlyDisk(Disk):
+    def rename(self, source: Path, target: Path) -> None:
+        assert source != target
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
+
+
+def test_a_file_system_that_turns_read_only_is_explained(tmp_path: Path) -> None:
+    """As Linux does after a fault of the disk, here while the files are published."""
+    store = Store(tmp_path / "state", disk=ReadOnlyDisk())
+    with pytest.raises(StoreError, match="Read-only file system"):
+        publish_files(store, FILES)
+    assert store.digests() == ()

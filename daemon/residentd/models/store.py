@@ -119,7 +119,8 @@ class Store:
                     yield Stage(path, held)
             finally:
                 if path.is_dir():
-                    self._disk.remove_tree(path)
+                    with _explaining(self.state):
+                        self._disk.remove_tree(path)
 
     def publish(self, stage: Stage, manifest: Manifest) -> Path:
         """Turn a stage that holds exactly the manifest's files into a version; return its directory.
@@ -130,7 +131,7 @@ class Store:
         if content_digest(manifest.content) != manifest.digest:
             raise StoreError("the manifest does not match its digest; nothing was published. Build the version again")
         _check_stage(stage.path, manifest)
-        with _explaining_full_disk(self.state):
+        with _explaining(self.state):
             self._seal(stage.path, manifest)
             with self._writing():
                 target = self._move_in(stage.path, manifest.digest)
@@ -169,31 +170,39 @@ class Store:
         with self._writing():
             if registered is not None:
                 self._put_away_unregistered(registered)
-            stale = [path for path in sorted(self._staging.iterdir()) if path.is_dir() and _is_ownerless(path)]
+            stale = [path for path in sorted(self._staging.iterdir()) if path.is_symlink() or _is_ownerless(path)]
             stale += [path for path in sorted(self._versions.iterdir()) if _is_incomplete(path)]
             for path in stale:
-                self._disk.remove_tree(path)
+                self._remove(path)
         return tuple(path.name for path in stale)
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):  # whoever else removes it has the same in mind
+            if path.is_symlink():
+                path.unlink()
+            else:
+                self._disk.remove_tree(path)
 
     def _put_away_unregistered(self, registered: Callable[[], Collection[str]]) -> None:
         """Move them among the stages that nobody owns.
 
         Only versions that are pending: were the registry lost, what it had named must not be lost with it.
         """
-        marks = [mark for mark in sorted(self._pending.iterdir()) if DIGEST_PATTERN.fullmatch(mark.name)]
+        marks = [path for path in sorted(self._pending.iterdir()) if DIGEST_PATTERN.fullmatch(path.name)]
+        marks = [mark for mark in marks if mark.is_file() or mark.is_symlink()]
         free = [mark for mark in marks if not self._is_held(mark.name)]
         # Asked after the locks were looked at: who let go in between has registered, or never will.
         named = frozenset(registered()) if free else frozenset()
         for mark in free:
             version = self._versions / mark.name
-            if mark.name not in named and version.is_dir():
+            if mark.name not in named and _is_own_directory(version):
                 self._disk.rename(version, self._staging / f"unregistered-{secrets.token_hex(8)}")
                 self._disk.sync(self._versions)
             mark.unlink()
 
     def _is_held(self, digest: str) -> bool:
         version = self._versions / digest
-        return version.is_dir() and not _is_ownerless(version)
+        return _is_own_directory(version) and not _is_ownerless(version)
 
     def _seal(self, stage: Path, manifest: Manifest) -> None:
         directories = {stage}
@@ -230,13 +239,17 @@ class Store:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """One writer at a time, across processes. Raises ConflictError after LOCK_WAIT_S_MAX."""
-        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
-        try:
-            _lock_bounded(fd)
-            yield
-        finally:
-            os.close(fd)
+        """One writer at a time, across processes. Raises ConflictError after LOCK_WAIT_S_MAX.
+
+        What the file system refuses inside comes out as StoreError.
+        """
+        with _explaining(self.state):
+            fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
+            try:
+                _lock_bounded(fd)
+                yield
+            finally:
+                os.close(fd)
 
 
 def file_sha256(path: Path) -> str:
@@ -340,8 +353,17 @@ def _holding(directory: Path) -> Iterator[None]:
         os.close(owner)
 
 
+def _is_own_directory(path: Path) -> bool:
+    """A link to a directory is not ours: somebody put it there, and nothing behind it is touched."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def _is_ownerless(stage: Path) -> bool:
-    fd = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Whether `stage` is a directory that no living process holds."""
+    try:
+        fd = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):  # its owner has just removed it; or it never was a stage
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -353,7 +375,8 @@ def _is_ownerless(stage: Path) -> bool:
 
 
 def _is_incomplete(path: Path) -> bool:
-    return path.is_dir() and DIGEST_PATTERN.fullmatch(path.name) is not None and not (path / MANIFEST_NAME).is_file()
+    is_version = _is_own_directory(path) and DIGEST_PATTERN.fullmatch(path.name) is not None
+    return is_version and not (path / MANIFEST_NAME).is_file()
 
 
 def _lock_bounded(fd: int) -> None:
@@ -389,4 +412,17 @@ def _explaining_full_disk(directory: Path) -> Iterator[None]:
         raise StoreError(
             f"the state file system or its quota is full ({shutil.disk_usage(directory).free:,} bytes free); nothing "
             "was published. Free some, or choose another state directory"
+        ) from error
+
+
+@contextlib.contextmanager
+def _explaining(directory: Path) -> Iterator[None]:
+    """Turn what the file system refuses of our own operations into a StoreError."""
+    try:
+        with _explaining_full_disk(directory):
+            yield
+    except OSError as error:
+        raise StoreError(
+            f"the state directory {directory} cannot be changed ({error.strerror}, at {error.filename}). "
+            "Make it writable for this user, with all that is in it"
         ) from error

@@ -33,6 +33,7 @@ START_S_MAX = 300
 PROMPT_IDS = (1000, 40000)
 PROFILES = ("throughput", "interactive")
 PEERS = ("Q4_0", "Q8_0")
+RATIOS = ("tokens_per_s", "ttft_ms", "itl_p50_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +234,12 @@ def report(results: dict[tuple[str, int], list[Figures]], concurrency: list[int]
     for peer in PEERS:
         table.add_column(f"tok/s ÷ {peer}", justify="right")
         table.add_column(f"TTFT ÷ {peer}", justify="right")
+        table.add_column(f"ITL ÷ {peer}", justify="right")
     for count in concurrency:
         for name in (*PROFILES, *PEERS):
             rows = results[name, count]
             mid = Figures(*(statistics.median(getattr(row, f) for row in rows) for f in Figures.__slots__))
-            pairs = [(peer, figure) for peer in PEERS for figure in ("tokens_per_s", "ttft_ms")]
+            pairs = [(peer, figure) for peer in PEERS for figure in RATIOS]
             shown = name in PROFILES
             ratios = [f"{median_ratio(rows, results[p, count], f):.2f}" if shown else "" for p, f in pairs]
             table.add_row(
@@ -265,7 +267,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     arguments = parser.parse_args()
-    console = Console(highlight=False, width=140)
+    console = Console(highlight=False, width=170)
     state = arguments.peers.resolve() / "state"
     state.mkdir(exist_ok=True)
     install(arguments.export, state, max(arguments.concurrency))

@@ -53,9 +53,7 @@ class Engine(_Section, frozen=True):
     """[engine]: how the engine workers run."""
 
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0  # compute threads of one worker; 0 is one for each core
-    spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = (
-        50  # spinning of an idle compute thread within a step; 0 is none
-    )
+    spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = 50  # an idle compute thread's spinning within a step; 0: none
     # interactive: the prefill of a step is sized from measured costs so that decodes keep their pace. At 16 streams it
     # kept 0.97 of the tokens/s of throughput and halved ITL p95 (tools/bench_peers, 2026-12).
     scheduling: Literal["throughput", "interactive"] = "interactive"

@@ -11,7 +11,7 @@ import pytest
 
 from resident.v1 import inference_pb2, inference_pb2_grpc
 from residentd.backend.reference import ReferenceModel
-from support.daemon import Daemon, running
+from support.daemon import Daemon, running, wait_for
 from support.toy_version import make_toy_version
 
 WARM_STREAMS = 3_000
@@ -66,12 +66,28 @@ async def many_streams(daemon: Daemon, count: int) -> int:
     return whole
 
 
+def wait_until_counted(daemon: Daemon, streams: int) -> None:
+    """A cancelled or closed call ends at the server a moment after its client, and so does a closed connection."""
+    wait_for(lambda: sum(daemon.status().engines[0].finished.values()) == streams, "every stream to be counted", 10)
+    wait_for(lambda: connections_count(daemon) == 0, "the clients' connections to be closed", 10)
+
+
+def connections_count(daemon: Daemon) -> int:
+    """What clients hold: accepted connections on the TCP port, and on the admin socket beside its listener."""
+    process, port = psutil.Process(daemon.process.pid), int(daemon.address.rpartition(":")[2])
+    tcp = sum(bool(entry.raddr) and entry.laddr.port == port for entry in process.net_connections("tcp"))
+    admin = str(daemon.state / "admin.sock")
+    return tcp + sum(entry.laddr == admin for entry in process.net_connections("unix")) - 1
+
+
 def test_ten_thousand_streams_leave_nothing_behind(daemon: Daemon) -> None:
     """Daemon and worker have as many descriptors and threads after 10,000 streams as after 3,000; memory is flat."""
     pids = [daemon.process.pid, *daemon.worker_pids()]
     whole = asyncio.run(many_streams(daemon, WARM_STREAMS))
+    wait_until_counted(daemon, WARM_STREAMS)
     before = [footprint(pid) for pid in pids]
     whole += asyncio.run(many_streams(daemon, STREAMS - WARM_STREAMS))
+    wait_until_counted(daemon, STREAMS)
     after = [footprint(pid) for pid in pids]
     assert whole >= STREAMS * 6 // 7 - 2
     for old, new in zip(before, after, strict=True):

@@ -13,6 +13,7 @@ from residentd.errors import ConfigError
 
 CONFIG_BYTES_MAX = 1 << 20
 PORT_MAX = 65_535
+UNIX_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path has 108, one of them the NUL
 
 Port = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]

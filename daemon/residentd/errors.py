@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+RETRY_AFTER_MS: Final = 1000
+"""The hint where nothing better is known."""
 
 
 class ResidentError(Exception):
@@ -29,7 +33,7 @@ class NotFoundError(CallerError):
 class OverloadedError(ResidentError):
     """The request is right, and there is no room now: RESOURCE_EXHAUSTED with a retry hint."""
 
-    def __init__(self, message: str, *, retry_after_ms: int) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int = RETRY_AFTER_MS) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
 
@@ -37,7 +41,7 @@ class OverloadedError(ResidentError):
 class UnavailableError(ResidentError):
     """The model is loading, draining or between two workers: UNAVAILABLE, retry later."""
 
-    def __init__(self, message: str, *, retry_after_ms: int = 1000) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int = RETRY_AFTER_MS) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
 

@@ -13,10 +13,9 @@ import typer
 from residentd.cli.command import Session
 from residentd.cli.exits import ExitCode, Failure, usage
 from residentd.cli.target import dev_config, dev_state
-from residentd.config import Config, parse
+from residentd.config import UNIX_PATH_BYTES_MAX, Config, parse
 from residentd.errors import ConfigError
 
-UNIX_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path has 108, one of them the NUL
 _HEADER = "# Written by `residentctl serve --dev`, anew at every start. Copy it to keep changes.\n"
 
 

@@ -26,7 +26,6 @@ from residentd.supervisor.host import State
 from residentd.text.model import TextStream
 from residentd.types import Finish, Finished, Refusal, Request, RequestId, Sampled
 
-RETRY_AFTER_MS: Final = 1000
 FINISH_REASONS: Final = {
     Finish.STOP: inference_pb2.FINISH_REASON_STOP,
     Finish.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -70,15 +69,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with convert.reporting(context):
             admitted = await self._admit(request, context)
             answer = inference_pb2.CompleteResponse(started=admitted.started)
+            texts = []
             try:
                 async for response in _responses(admitted):
-                    answer.text += response.text
+                    texts.append(response.text)
                     answer.token_ids.extend(response.token_ids)
                     answer.logprobs.extend(response.logprobs)
                     if response.HasField("finish"):
                         answer.finish.CopyFrom(response.finish)
             finally:
                 admitted.loaded.host.cancel(admitted.generation, Finish.CANCELLED)
+            answer.text = "".join(texts)
             return answer
         raise AssertionError("reporting() does not swallow")
 
@@ -89,13 +90,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             limits = self._config.limits
             parameters.check_sizes(request, context.invocation_metadata() or (), limits)
             loaded = self._engines.resolve(request.model)
-            as_generate = inference_pb2.GenerateRequest()
-            match request.WhichOneof("input"):
-                case "prompt":
-                    as_generate.prompt = request.prompt
-                case "chat":
-                    as_generate.chat.CopyFrom(request.chat)
-            ids = await parameters.prompt_ids_of(as_generate, loaded, limits)
+            ids = await parameters.prompt_ids_of(request, loaded, limits)
             return inference_pb2.CountTokensResponse(
                 tokens=len(ids),
                 context=loaded.manifest.content.engine.limits.context,
@@ -117,8 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if self._engines.live_count + self._preparing >= requests_max:
             raise OverloadedError(
                 f"{requests_max:,} generations are in progress, the most this server takes (limits.requests_max). "
-                "Retry later",
-                retry_after_ms=RETRY_AFTER_MS,
+                "Retry later"
             )
         self._preparing += 1
         try:
@@ -223,13 +217,11 @@ def _error_of(finished: Finished, loaded: Loaded) -> ResidentError:
         case Finish.REJECTED if finished.refusal is Refusal.INVALID:
             return CallerError(finished.detail, field="input")
         case Finish.REJECTED:
-            detail = f"{finished.detail} (limits.waiting_max, limits.waiting_tokens_max)"
-            return OverloadedError(detail, retry_after_ms=RETRY_AFTER_MS)
+            return OverloadedError(f"{finished.detail} (limits.waiting_max, limits.waiting_tokens_max)")
         case Finish.SLOW_CONSUMER:
             return OverloadedError(
                 "the stream was read too slowly and its waiting tokens reached the limit (limits.stream_tokens_max). "
-                "Read faster, or ask for fewer tokens",
-                retry_after_ms=RETRY_AFTER_MS,
+                "Read faster, or ask for fewer tokens"
             )
         case Finish.DEADLINE:
             return DeadlineError("the deadline passed before the generation ended. Allow more time, or fewer tokens")

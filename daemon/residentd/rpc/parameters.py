@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from resident.v1 import inference_pb2
 from residentd.config import Limits
@@ -14,13 +14,16 @@ from residentd.sampling import validate
 from residentd.supervisor.engines import Loaded
 from residentd.types import ChatMessage, SamplingParams
 
+Prompting: TypeAlias = inference_pb2.GenerateRequest | inference_pb2.CountTokensRequest
+"""The messages that carry a prompt or a conversation, in fields of the same names."""
+
 SEED_BITS_DRAWN: Final = 63
 INLINE_BYTES_MAX: Final = 16_384
 """A prompt up to this size is tokenized on the event loop, in a few milliseconds; a hop to a thread costs 0.1."""
 
 
 def check_sizes(
-    message: inference_pb2.GenerateRequest | inference_pb2.CountTokensRequest,
+    message: Prompting,
     metadata: Iterable[tuple[str, str | bytes]],
     limits: Limits,
 ) -> None:
@@ -40,14 +43,14 @@ def check_sizes(
         )
 
 
-async def prompt_ids_of(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
+async def prompt_ids_of(message: Prompting, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
     """`prompt_ids`, off the event loop where the prompt is long: 4 MB take the tokenizer seconds, without the lock."""
     if message.ByteSize() > INLINE_BYTES_MAX:
         return await asyncio.to_thread(prompt_ids, message, loaded, limits)
     return prompt_ids(message, loaded, limits)
 
 
-def prompt_ids(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
+def prompt_ids(message: Prompting, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
     """The prompt of a request in token ids. Raises CallerError."""
     match message.WhichOneof("input"):
         case "prompt":
@@ -56,7 +59,7 @@ def prompt_ids(message: inference_pb2.GenerateRequest, loaded: Loaded, limits: L
             return loaded.text.from_completion(message.prompt, tokens_max=context)
         case "chat":
             return chat_ids(message.chat, loaded, limits)
-        case "token_ids":
+        case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
             return _checked_ids(message.token_ids.ids, loaded)
         case _:
             raise CallerError("the request has no input. Set prompt, chat or token_ids", field="input")

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from resident.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from residentd.config import Config
+from residentd.config import UNIX_PATH_BYTES_MAX, Config
 from residentd.errors import ConfigError
 from residentd.rpc.admin import AdminServicer
 from residentd.rpc.health import HealthFeed
@@ -26,7 +26,6 @@ CALLS_MAX: Final = 16_384
 """In progress at once, watches and calls without a message too: bounds memory. Generations have their own limit."""
 MESSAGE_BYTES_END: Final = (1 << 31) - 1  # the option is a C int
 ADMIN_SOCKET_MODE: Final = 0o660
-UNIX_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path, less its terminator
 # Clients of other servers ping as often as every 5 s (tritonclient); grpc's default would close them with
 # ENHANCE_YOUR_CALM.
 KEEPALIVE_OPTIONS: Final = (

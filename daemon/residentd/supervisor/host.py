@@ -51,7 +51,6 @@ BACKOFF_MAX_S: Final = 10.0
 WATCH_PERIOD_S: Final = 0.25
 PING_PERIOD_S: Final = 15.0
 STOP_GRACE_S: Final = 2.0
-RETRY_AFTER_MS: Final = 1000
 
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Weights on huge pages: 2 to 3 % off a step (SmolLM2-135M, 2 cores, 2026-12). An operator's own value wins."""
@@ -123,8 +122,7 @@ class EngineHost:
         if queued >= limits.waiting_max:
             raise OverloadedError(
                 f"the queue of model {self.label} holds {queued:,} of at most {limits.waiting_max:,} requests "
-                "(limits.waiting_max). Retry later",
-                retry_after_ms=RETRY_AFTER_MS,
+                "(limits.waiting_max). Retry later"
             )
         if queued < 0:
             return
@@ -132,8 +130,7 @@ class EngineHost:
         if waiting + prompt_tokens > max(limits.waiting_tokens_max, self.manifest.content.engine.limits.context):
             raise OverloadedError(
                 f"the queue of model {self.label} holds {waiting:,} tokens and this request has {prompt_tokens:,}; "
-                f"at most {limits.waiting_tokens_max:,} may wait (limits.waiting_tokens_max). Retry later",
-                retry_after_ms=RETRY_AFTER_MS,
+                f"at most {limits.waiting_tokens_max:,} may wait (limits.waiting_tokens_max). Retry later"
             )
 
     def cancel(self, generation: Generation, reason: Finish) -> None:
@@ -210,7 +207,7 @@ class EngineHost:
             while self._losses[0] < now - self._config.engine.restart_window_s:
                 self._losses.popleft()
             log.warning("worker_lost", model=self.label, reason=reason, losses=len(self._losses), live=len(self._live))
-            self._failed_starts += 1  # none, if READY was said since: see _on_ready
+            self._failed_starts = self._failed_starts + 1 if self.state is State.LOADING else 0
             stillborn = self._failed_starts >= self._config.engine.load_attempts_max
             if permanent or stillborn or len(self._losses) > self._config.engine.restarts_max:
                 self._move(State.FAILED, reason)
@@ -284,7 +281,6 @@ class EngineHost:
                 pass
 
     def _on_ready(self, ready: Ready) -> None:
-        self._failed_starts = -1  # the loss of this worker is not a failed start
         log.info("engine_ready", model=self.label, load_ms=ready.load_ms, resumed=len(self._live))
         if self.state is State.LOADING:
             self._move(State.READY, "")

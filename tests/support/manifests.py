@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from residentd.models.manifest import (
+    SCHEMA,
     Agreement,
     Build,
     Content,
@@ -22,7 +23,7 @@ from residentd.models.store import Store, measure_files
 def sealed(name: str, content: Content) -> Manifest:
     """`content` with its digest, an exact agreement and no build history."""
     return Manifest(
-        schema=1,
+        schema=SCHEMA,
         name=name,
         content=content,
         digest=content_digest(content),

@@ -13,13 +13,16 @@ import msgspec
 
 from residentd.errors import OperatorError, StoreError
 
-SCHEMA = 1
+SCHEMA = 2
 NAME_PATTERN = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
 MANIFEST_BYTES_MAX = 16 << 20
 
 
-class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Every part of the manifest refuses fields that it does not know."""
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Every part of the manifest refuses fields that it does not know.
+
+    A field at its default is not written: a field that a later residentd adds leaves the digests of today as they are.
+    """
 
 
 class File(_Struct, frozen=True, kw_only=True):
@@ -151,11 +154,10 @@ def decode(data: bytes) -> Manifest:
     if len(data) > MANIFEST_BYTES_MAX:
         raise StoreError(f"the manifest has {len(data):,} bytes; at most {MANIFEST_BYTES_MAX:,} are read. Reinstall it")
     try:
-        schema = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema", msgspec.Raw(b"0"))
-        if int(bytes(schema)) > SCHEMA:
-            raise StoreError(
-                f"the manifest has schema {bytes(schema).decode()}; this residentd reads up to {SCHEMA}. Upgrade it"
-            )
+        written = int(bytes(msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema", msgspec.Raw(b"0"))))
+        if written != SCHEMA:
+            remedy = "Upgrade it" if written > SCHEMA else "Reinstall this version"
+            raise StoreError(f"the manifest has schema {written}; this residentd reads {SCHEMA}. {remedy}")
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, ValueError) as error:
         raise StoreError(f"the manifest is damaged ({error}). Reinstall this version") from error

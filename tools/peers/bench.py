@@ -12,12 +12,13 @@ import contextlib
 import http.client
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +29,26 @@ from rich.table import Table
 
 from resident.v1 import inference_pb2, inference_pb2_grpc
 
-MODEL = "smollm2"
 START_S_MAX = 300
 PROMPT_IDS = (1000, 40000)
 PROFILES = ("throughput", "interactive")
-PEERS = ("Q4_0", "Q8_0")
-RATIOS = ("tokens_per_s", "ttft_ms", "itl_p50_ms")
+PRECISIONS = ("fp32", "int8", "int4")
+GGUF_KINDS = ("Q4_0", "Q4_1", "Q8_0")
+GENAI = "genai-int4"
+PEERS = (*GGUF_KINDS, GENAI)
+GOALS = {  # (precision, concurrency, peer): least ratio of tokens/s that the throughput profile is to reach
+    ("fp32", 8, "Q4_0"): 1.0,
+    ("fp32", 16, "Q4_0"): 1.0,
+    ("fp32", 8, "Q8_0"): 1.5,
+    ("fp32", 16, "Q8_0"): 1.5,
+    ("int8", 8, "Q4_0"): 1.2,
+    ("int8", 8, "Q8_0"): 1.6,
+    ("int8", 8, "Q4_1"): 2.2,
+    ("int8", 8, GENAI): 1.2,
+    ("int8", 16, "Q4_0"): 1.3,
+    ("int4", 1, "Q4_0"): 1.05,
+}
+ITL_SPREAD_MAX, INTERACTIVE_SHARE_MIN = 3.0, 0.75  # p95 ÷ p50, and of throughput's tokens/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +131,28 @@ def llamacpp_client(address: str) -> Client:
     return ask
 
 
-def residentd_client(address: str) -> Client:
+def genai_client(address: str) -> Client:
+    host, _, port = address.partition(":")
+
+    def ask(prompt: list[int], output_tokens: int) -> Timeline:
+        line = json.dumps({"prompt": prompt, "output_tokens": output_tokens}).encode() + b"\n"
+        sent = time.perf_counter()
+        with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as lines:
+            connection.sendall(line)
+            arrivals = [time.perf_counter() for _ in lines]
+        assert len(arrivals) == output_tokens, len(arrivals)
+        return Timeline(sent, tuple(arrivals))
+
+    return ask
+
+
+def residentd_client(address: str, model: str) -> Client:
     channel = grpc.insecure_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
 
     def ask(prompt: list[int], output_tokens: int) -> Timeline:
         request = inference_pb2.GenerateRequest(
-            model=MODEL,
+            model=model,
             token_ids=inference_pb2.TokenIds(ids=prompt),
             sampling=inference_pb2.Sampling(max_tokens=output_tokens, temperature=0, ignore_eos=True),
             return_token_ids=True,
@@ -137,8 +167,8 @@ def residentd_client(address: str) -> Client:
 
 
 @contextlib.contextmanager
-def residentd(state: Path, profile: str, threads: int) -> Iterator[Client]:
-    """A daemon on `state` with one scheduling profile, ready to answer."""
+def residentd(state: Path, profile: str, models: Sequence[str], threads: int) -> Iterator[dict[str, Client]]:
+    """A daemon on `state` with one scheduling profile and every model ready to answer; a client for each."""
     config = state / f"{profile}.toml"
     admin = state / f"{profile}.sock"
     run = state / profile
@@ -148,60 +178,63 @@ def residentd(state: Path, profile: str, threads: int) -> Iterator[Client]:
     )
     process = subprocess.Popen([sys.executable, "-m", "residentd", "--config", config])
     try:
-        yield residentd_client(wait_ready(run, process))
+        address = wait_ready(run, process, set(models))
+        yield {model: residentd_client(address, model) for model in models}
     finally:
         process.terminate()
         process.wait(60)
 
 
-def wait_ready(run: Path, process: subprocess.Popen[bytes]) -> str:
+def wait_ready(run: Path, process: subprocess.Popen[bytes], wanted: set[str]) -> str:
     deadline = time.monotonic() + START_S_MAX
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError, grpc.RpcError):
             address = (run / "run" / "address").read_text().strip()
             with grpc.insecure_channel(address) as channel:
                 models = inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest()).models
-            if any(model.ready for model in models):
+            if wanted <= {model.name for model in models if model.ready}:
                 return address
         time.sleep(0.2)
     sys.exit("residentd did not become ready")
 
 
 @contextlib.contextmanager
-def llamacpp(peers: Path, kind: str, arguments: argparse.Namespace) -> Iterator[Client]:
+def peer(name: str, arguments: argparse.Namespace) -> Iterator[Client]:
+    """A peer's own server in its own environment, answering."""
+    peers: Path = arguments.peers
     words = [arguments.threads, max(arguments.concurrency), arguments.prompt_tokens + arguments.output_tokens + 64]
+    if name == GENAI:
+        python, script, model = peers / "genai/bin/python", "genai_server.py", peers / GENAI
+    else:
+        python, script, model = peers / "venv/bin/python", "llamacpp_server.py", peers / f"{name}.gguf"
     process = subprocess.Popen(
-        [
-            peers / "venv/bin/python",
-            Path(__file__).with_name("llamacpp_server.py"),
-            peers / f"{kind}.gguf",
-            *map(str, words),
-        ],
+        [python, Path(__file__).with_name(script), model, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"},
     )
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if line.startswith("LISTEN")), None)
         if line is None:
-            sys.exit(f"llama.cpp did not start with {kind}")
-        yield llamacpp_client(line.split()[1])
+            sys.exit(f"the server of {name} did not start")
+        yield (genai_client if name == GENAI else llamacpp_client)(line.split()[1])
     finally:
         process.kill()
         process.wait()
 
 
-def install(export: Path, state: Path, slots: int) -> None:
-    """Compile once; both profiles serve the same version from a state directory of their own (hard links would do)."""
-    command = (sys.executable, "-m", "residentd_build", export)
+def install(export: Path, state: Path, precisions: Sequence[str], slots: int) -> None:
+    """Compile each precision once; the profiles serve the same versions from a state directory of their own."""
     for profile in PROFILES:
-        if (state / profile / "registry.sqlite3").exists():
-            continue
-        subprocess.run(
-            [*command, "--state", state / profile, "--name", MODEL, "--context", "512", "--slots", str(slots)],
-            check=True,
-        )
+        for precision in precisions:
+            if (state / profile / f"{precision}.{slots}").exists():
+                continue
+            limits = ("--context", "512", "--slots", str(slots), "--precision", precision)
+            command = (sys.executable, "-m", "residentd_build", export, "--state", state / profile)
+            subprocess.run([*command, "--name", precision, *limits], check=True)
+            (state / profile / f"{precision}.{slots}").touch()
 
 
 def measure(
@@ -217,66 +250,125 @@ def measure(
                 figures = run_closed_loop(client, work, concurrency, arguments.output_tokens)
                 results.setdefault((name, concurrency), []).append(figures)
                 console.print(
-                    f"round {round_number + 1} c={concurrency:<2} {name:12} {figures.tokens_per_s:6.1f} tok/s  "
+                    f"round {round_number + 1} c={concurrency:<2} {name:16} {figures.tokens_per_s:6.1f} tok/s  "
                     f"TTFT {figures.ttft_ms:6.0f} ms  ITL p50 {figures.itl_p50_ms:5.1f} p95 {figures.itl_p95_ms:5.1f}"
                 )
     return results
 
 
 def median_ratio(ours: list[Figures], theirs: list[Figures], figure: str) -> float:
-    return statistics.median(getattr(a, figure) / getattr(b, figure) for a, b in zip(ours, theirs, strict=True))
+    return float(statistics.median(getattr(a, figure) / getattr(b, figure) for a, b in zip(ours, theirs, strict=True)))
 
 
-def report(results: dict[tuple[str, int], list[Figures]], concurrency: list[int], console: Console) -> None:
-    table = Table(title="residentd (fp32) beside llama.cpp: medians, and median ratios of the same round")
-    for column in ("c", "server", "tok/s", "TTFT ms", "ITL p50", "ITL p95", "p95/p50"):
-        table.add_column(column, justify="left" if column == "server" else "right")
-    for peer in PEERS:
-        table.add_column(f"tok/s ÷ {peer}", justify="right")
-        table.add_column(f"TTFT ÷ {peer}", justify="right")
-        table.add_column(f"ITL ÷ {peer}", justify="right")
-    for count in concurrency:
-        for name in (*PROFILES, *PEERS):
-            rows = results[name, count]
-            mid = Figures(*(statistics.median(getattr(row, f) for row in rows) for f in Figures.__slots__))
-            pairs = [(peer, figure) for peer in PEERS for figure in RATIOS]
-            shown = name in PROFILES
-            ratios = [f"{median_ratio(rows, results[p, count], f):.2f}" if shown else "" for p, f in pairs]
-            table.add_row(
-                str(count), name, f"{mid.tokens_per_s:.1f}", f"{mid.ttft_ms:.0f}", f"{mid.itl_p50_ms:.1f}",
-                f"{mid.itl_p95_ms:.1f}", f"{mid.itl_p95_ms / mid.itl_p50_ms:.2f}", *ratios,
-            )  # fmt: skip
-        ours, base = results["interactive", count], results["throughput", count]
-        table.add_section()
-        console.print(
-            f"c={count}: interactive keeps {median_ratio(ours, base, 'tokens_per_s'):.2f} of throughput's tokens/s"
-        )
-    console.print(table)
+class Report:
+    """What was measured, as tables and as goals met or missed. Ours are named precision/profile."""
+
+    def __init__(self, results: dict[tuple[str, int], list[Figures]], console: Console) -> None:
+        self._results = results
+        self._console = console
+        self._names = list(dict.fromkeys(name for name, _ in results))
+        self._counts = list(dict.fromkeys(count for _, count in results))
+        self._peers = [name for name in self._names if name in PEERS]
+
+    def figures(self) -> None:
+        table = Table(title="128 tokens in, 64 out: medians of the rounds; ratios are medians of the same round's")
+        for column in ("c", "server", "tok/s", "TTFT ms", "ITL p50", "p95/p50"):
+            table.add_column(column, justify="left" if column == "server" else "right")
+        for peer_name in self._peers:
+            table.add_column(f"tok/s ÷ {peer_name}", justify="right")
+        for peer_name in self._peers:
+            table.add_column(f"TTFT ÷ {peer_name}", justify="right")
+        for count in self._counts:
+            for name in self._names:
+                table.add_row(*self._row(name, count))
+            table.add_section()
+        self._console.print(table)
+
+    def _row(self, name: str, count: int) -> list[str]:
+        rows = self._results[name, count]
+        mid = {figure: statistics.median(getattr(row, figure) for row in rows) for figure in Figures.__slots__}
+        spread = statistics.median(row.itl_p95_ms / row.itl_p50_ms for row in rows)
+        cells = [str(count), name, f"{mid['tokens_per_s']:.1f}", f"{mid['ttft_ms']:.0f}", f"{mid['itl_p50_ms']:.1f}"]
+        ratios = [
+            f"{median_ratio(rows, self._results[peer_name, count], figure):.2f}" if name not in PEERS else ""
+            for figure in ("tokens_per_s", "ttft_ms")
+            for peer_name in self._peers
+        ]
+        return [*cells, f"{spread:.2f}", *ratios]
+
+    def goals(self) -> bool:
+        """Print every goal that this run can judge; whether all were met."""
+        judged = [*self._speed_goals(), *self._pace_goals()]
+        for text, is_met in judged:
+            self._console.print(f"{'met   ' if is_met else 'MISSED'} {text}")
+        return all(is_met for _, is_met in judged)
+
+    def _speed_goals(self) -> Iterator[tuple[str, bool]]:
+        for (precision, count, peer_name), least in GOALS.items():
+            ours, theirs = self._results.get((f"{precision}/throughput", count)), self._results.get((peer_name, count))
+            if ours and theirs:
+                ratio = median_ratio(ours, theirs, "tokens_per_s")
+                yield f"{precision} at c={count}: {ratio:.2f} of {peer_name} (at least {least})", ratio >= least
+
+    def _pace_goals(self) -> Iterator[tuple[str, bool]]:
+        for (name, count), rows in self._results.items():
+            precision, _, profile = name.partition("/")
+            base = self._results.get((f"{precision}/throughput", count))
+            if profile == "interactive" and base:
+                share = median_ratio(rows, base, "tokens_per_s")
+                spread = statistics.median(row.itl_p95_ms / row.itl_p50_ms for row in rows)
+                text = f"{name} at c={count}: ITL p95/p50 {spread:.2f} (at most {ITL_SPREAD_MAX}) at {share:.2f} of "
+                is_met = spread <= ITL_SPREAD_MAX and share >= INTERACTIVE_SHARE_MIN
+                yield f"{text}throughput's tokens/s (at least {INTERACTIVE_SHARE_MIN})", is_met
 
 
-def main() -> None:
+def choices_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        if unknown := sorted(set(words) - set(allowed)):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not among {', '.join(allowed)}")
+        return words
+
+    return parse
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/bench_peers", description=__doc__)
     parser.add_argument("--export", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--peers", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--peers-dir", dest="peers", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--concurrency", type=lambda text: [int(word) for word in text.split(",")], default=[1, 4, 8, 16]
     )
+    parser.add_argument("--precision", type=choices_of(PRECISIONS), default=["fp32"], help="of our builds, by commas")
+    parser.add_argument("--profile", type=choices_of(PROFILES), default=list(PROFILES), help="by commas")
+    parser.add_argument("--beside", type=choices_of(PEERS), default=["Q4_0", "Q8_0"], help="peers, by commas")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--requests", type=int, default=2, help="of each client in a round")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
-    arguments = parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal was missed")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = parse()
     console = Console(highlight=False, width=170)
     state = arguments.peers.resolve() / "state"
     state.mkdir(exist_ok=True)
-    install(arguments.export, state, max(arguments.concurrency))
+    install(arguments.export, state, arguments.precision, max(arguments.concurrency))
     with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(residentd(state, name, arguments.threads)) for name in PROFILES}
-        clients |= {kind: stack.enter_context(llamacpp(arguments.peers, kind, arguments)) for kind in PEERS}
+        clients: dict[str, Client] = {}
+        for profile in arguments.profile:
+            ours = stack.enter_context(residentd(state, profile, arguments.precision, arguments.threads))
+            clients |= {f"{precision}/{profile}": client for precision, client in ours.items()}
+        clients |= {name: stack.enter_context(peer(name, arguments)) for name in arguments.beside}
         results = measure(clients, arguments, console)
-    report(results, arguments.concurrency, console)
+    report = Report(results, console)
+    report.figures()
+    is_met = report.goals()
+    return 0 if is_met or not arguments.check else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

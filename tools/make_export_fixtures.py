@@ -48,6 +48,7 @@ PROMPT_TOKENS = (1, 2, 7, 16, 24, 25, 40, 73, 110, 150, CONTEXT_TOKENS_MAX - GRE
 LOGITS_PROMPT_INDEX = 6
 GREEDY_GAP_MIN = 5e-3  # fp32 kernels disagree by about 1e-4 on these logits
 DISTINCT_TOKENS_MIN = 15  # of GREEDY_TOKENS: a looping answer would hide position errors
+MATTERS_TOKENS_MIN = 40  # prompts from this length on show every part of an architecture
 SEED_TRIES_MAX = 400
 FIXTURE_BYTES_MAX = 1_000_000
 ORT_LOGIT_TOLERANCE = 2e-3
@@ -148,6 +149,16 @@ MISTRAL_CHAT = (
     "{%- endfor %}"
 )
 
+GEMMA_CHAT = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
+    "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+
 CHAT_CASES: tuple[tuple[list[dict[str, str]], bool], ...] = (
     ([{"role": "user", "content": "Hello, where is the lighthouse?"}], True),
     ([{"role": "user", "content": "  Spaces around\n"}], False),
@@ -190,12 +201,19 @@ class Fixture:
     external_data: bool = False
     template_in_tokenizer_config: bool = False
     chat_kwargs: tuple[dict[str, Any], ...] = ({},)
+    exporter: str = "optimum"
+    attention_gain: float = 1.0  # above 1 where attention would be too flat for context to decide
+    embedding_gain: float = 1.0  # below 1 where the model makes its embedding loud, or its branches quiet, by itself
+    matters: tuple[dict[str, Any], ...] = ()  # configurations with each of which the long answers must be others
+    distinct_min: int = DISTINCT_TOKENS_MIN
+    has_text_goldens: bool = True  # False: the tokenizer is another fixture's, which has them
 
 
 BYTE_LEVEL_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_SPECIALS = (*BYTE_LEVEL_SPECIALS, "<|fim_end|>")
 SENTENCEPIECE_CHARACTERS = 90
 SENTENCEPIECE_SPECIALS = ("<unk>", "<s>", "</s>")
+GEMMA_SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 
 LLAMA = Fixture(
     name="llama",
@@ -218,6 +236,55 @@ LLAMA = Fixture(
         "rms_norm_eps": 1e-5,
     },
 )
+SMALL = Fixture(
+    name="small",
+    model_type="llama",
+    seed=40_000,
+    tokenizer_style="qwen",
+    tokenizer_class="Qwen2TokenizerFast",
+    chat_template=CHATML_DEFAULT_SYSTEM,
+    vocab_size=320,
+    eos="<|fim_end|>",
+    generation_eos=("<|im_end|>", "<|endoftext|>"),
+    has_text_goldens=False,
+    config={
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    },
+)
+"""What the fixtures of further architectures start from: the tokenizer of `qwen2`, with fewer merges."""
+
+GEMMA = replace(
+    SMALL,
+    tokenizer_style="gemma",
+    tokenizer_class="GemmaTokenizerFast",
+    chat_template=GEMMA_CHAT,
+    vocab_size=400,
+    eos="<eos>",
+    generation_eos=("<eos>", "<end_of_turn>"),
+    embedding_gain=0.05,
+    config=SMALL.config | {"sliding_window": 24, "query_pre_attn_scalar": 12, "rms_norm_eps": 1e-6},
+)
+
+
+def small(name: str, model_type: str, config: dict[str, Any], **changes: Any) -> Fixture:
+    """SMALL under another name, with parts of its configuration changed."""
+    return replace(SMALL, name=name, model_type=model_type, config=SMALL.config | config, **changes)
+
+
+def llama_rope(kind: str, seed: int, **parameters: Any) -> Fixture:
+    scaling = {"rope_type": kind, **parameters}
+    # Within max_position_embeddings dynamic NTK is no scaling at all, which is what its answers show.
+    matters = () if kind == "dynamic" else ({"rope_scaling": None},)
+    return small(f"llama-rope-{kind}", "llama", {"rope_scaling": scaling}, seed=seed, matters=matters)
+
+
 FIXTURES = (
     LLAMA,
     replace(LLAMA, name="llama-external", external_data=True, template_in_tokenizer_config=True),
@@ -333,6 +400,304 @@ FIXTURES = (
             "rms_norm_eps": 1e-6,
         },
     ),
+    llama_rope(
+        "llama3",
+        40_000,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,  # wavelengths of 6, 20, 63 and more: kept, blended and scaled ones
+    ),
+    llama_rope("linear", 41_000, factor=4.0),
+    llama_rope("yarn", 42_000, factor=4.0, original_max_position_embeddings=64),
+    llama_rope("dynamic", 43_000, factor=2.0),
+    small(
+        "falcon3",  # a Llama with few wide heads
+        "llama",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "rope_theta": 1_000_042.0,
+            "tie_word_embeddings": False,
+        },
+        seed=44_000,
+    ),
+    small(
+        "smollm3",
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+        seed=45_000,
+        matters=({"no_rope_layers": [1, 1, 1]},),
+    ),
+    small(
+        "olmo2",
+        "olmo2",
+        {"pad_token_id": 0, "rms_norm_eps": 1e-6, "rope_theta": 500_000.0, "tie_word_embeddings": False},
+        seed=46_000,
+        embedding_gain=0.5,
+    ),
+    small(
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+        seed=47_000,
+        embedding_gain=0.3,
+        matters=({"embedding_multiplier": 1.0}, {"attention_multiplier": 0.25}, {"residual_multiplier": 1.0}),
+    ),
+    replace(
+        GEMMA,
+        name="gemma2",
+        model_type="gemma2",
+        seed=48_000,
+        attention="eager",  # sdpa, the exporter's default, leaves the softcap out
+        config=GEMMA.config | {"attn_logit_softcapping": 8.0, "final_logit_softcapping": 25.0},
+        matters=({"attn_logit_softcapping": None}, {"query_pre_attn_scalar": 16}),
+        has_text_goldens=True,
+    ),
+    replace(
+        GEMMA,
+        name="gemma3",
+        model_type="gemma3_text",
+        seed=49_000,
+        config=GEMMA.config
+        | {
+            "query_pre_attn_scalar": 100,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        matters=(
+            {"rope_scaling": None},
+            {"rope_local_base_freq": 1_000_000.0},
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            {"query_pre_attn_scalar": 16},
+        ),
+    ),
+    replace(
+        SMALL,
+        name="falcon",  # one key head, attention and MLP side by side, queries, keys and values in one matrix
+        model_type="falcon",
+        seed=50_000,
+        embedding_gain=0.2,
+        attention_gain=2.5,
+        config={
+            "tie_word_embeddings": False,
+            "hidden_size": 48,
+            "ffn_hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "parallel_attn": True,
+            "alibi": False,
+            "bias": False,
+        },
+    ),
+    Fixture(
+        name="phi3",
+        model_type="phi3",
+        seed=20000,
+        tokenizer_style="sentencepiece",
+        tokenizer_class="LlamaTokenizerFast",
+        chat_template=ZEPHYR_CHAT,
+        vocab_size=368,
+        eos="</s>",
+        generation_eos=("</s>",),
+        config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "pad_token_id": 0,
+            "sliding_window": 40,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Fixture(
+        name="phi4-longrope",  # partial rotary embedding, scaled by length; the export is of the short factors
+        model_type="phi3",
+        seed=21000,
+        tokenizer_style="qwen",
+        tokenizer_class="Qwen2TokenizerFast",
+        chat_template=CHATML,
+        vocab_size=304,
+        eos="<|im_end|>",
+        generation_eos=("<|im_end|>", "<|endoftext|>"),
+        config={
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 4 * CONTEXT_TOKENS_MAX,
+            "original_max_position_embeddings": CONTEXT_TOKENS_MAX,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0],
+                "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0],
+            },
+        },
+        matters=({"rope_scaling": None},),
+    ),
+    Fixture(
+        name="stablelm",
+        model_type="stablelm",
+        seed=22000,
+        tokenizer_style="gpt2",
+        tokenizer_class="GPT2TokenizerFast",
+        chat_template=CHATML,
+        vocab_size=304,
+        eos="<|im_end|>",
+        generation_eos=("<|im_end|>",),
+        config={
+            "hidden_size": 48,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.25,  # 4 of 16: fewer than the kernel rotates by itself
+            "use_qkv_bias": True,
+            "tie_word_embeddings": False,
+        },
+        matters=({"partial_rotary_factor": 0.5},),
+    ),
+    Fixture(
+        name="gpt-neox",
+        model_type="gpt_neox",
+        seed=23000,
+        tokenizer_style="gpt2",
+        tokenizer_class="GPT2TokenizerFast",
+        chat_template=CHATML,
+        vocab_size=304,
+        eos="<|im_end|>",
+        generation_eos=("<|im_end|>",),
+        config={
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+        },
+        attention_gain=2.0,
+        matters=({"rotary_pct": 0.5}, {"use_parallel_residual": False}),
+    ),
+    Fixture(
+        name="gpt2",
+        model_type="gpt2",
+        seed=24000,
+        tokenizer_style="gpt2",
+        tokenizer_class="GPT2TokenizerFast",
+        chat_template=CHATML,
+        vocab_size=304,
+        eos="<|im_end|>",
+        generation_eos=("<|im_end|>",),
+        config={"n_embd": 48, "n_layer": 2, "n_head": 3, "n_inner": 96},
+        attention_gain=2.0,
+        embedding_gain=0.5,
+    ),
+    Fixture(
+        name="gpt-oss",
+        model_type="gpt_oss",
+        seed=25000,
+        tokenizer_style="qwen",
+        tokenizer_class="Qwen2TokenizerFast",
+        chat_template=CHATML,
+        vocab_size=304,
+        eos="<|im_end|>",
+        generation_eos=("<|im_end|>", "<|endoftext|>"),
+        attention="eager",
+        config={
+            "hidden_size": 32,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+            "tie_word_embeddings": False,
+        },
+        matters=(
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            {"num_experts_per_tok": 1},
+            {"rope_scaling": None},
+        ),
+    ),
+    Fixture(
+        name="qwen3-moe",
+        model_type="qwen3_moe",
+        seed=26000,
+        tokenizer_style="qwen",
+        tokenizer_class="Qwen2TokenizerFast",
+        chat_template=CHATML_THINKING,
+        vocab_size=304,
+        eos="<|fim_end|>",
+        generation_eos=("<|im_end|>", "<|endoftext|>"),
+        config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+        chat_kwargs=({}, {"enable_thinking": False}),
+        matters=({"norm_topk_prob": False}, {"num_experts_per_tok": 1}),
+    ),
+    Fixture(
+        name="mpt",  # ALiBi: a bias by distance in the scores, which no canonical attention has
+        model_type="mpt",
+        seed=9500,
+        tokenizer_style="gpt2",
+        tokenizer_class="GPT2TokenizerFast",
+        chat_template=CHATML,
+        vocab_size=320,
+        eos="<|im_end|>",
+        generation_eos=("<|im_end|>",),
+        attention="eager",
+        attention_gain=2.0,
+        distinct_min=5,  # without angles a random model soon repeats itself
+        has_text_goldens=False,  # smollm2 has them
+        config={
+            "d_model": 48,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": CONTEXT_TOKENS_MAX,
+            "expansion_ratio": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
 )
 
 
@@ -372,11 +737,11 @@ def byte_level_tokenizer(vocab_size: int, *, style: str) -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece_bpe(vocab_size: int) -> models.BPE:
+def sentencepiece_bpe(vocab_size: int, specials: tuple[str, ...] = SENTENCEPIECE_SPECIALS) -> models.BPE:
     """A BPE model laid out as SentencePiece does: control tokens, 256 bytes, merged pieces, single characters."""
     scratch = Tokenizer(models.BPE())
     scratch.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
-    reserved = len(SENTENCEPIECE_SPECIALS) + 256
+    reserved = len(specials) + 256
     # Only the frequent characters get a piece of their own: the others must fall back to bytes. They are chosen here,
     # since the trainer's own choice among equally frequent ones differs from run to run (seen with tokenizers 0.22.2).
     counts = Counter(character for line in CORPUS.splitlines() for character in "▁" + line.replace(" ", "▁"))
@@ -391,7 +756,7 @@ def sentencepiece_bpe(vocab_size: int) -> models.BPE:
     state = json.loads(scratch.to_str())["model"]
     pieces = sorted(state["vocab"], key=state["vocab"].__getitem__)
     ordered = [piece for piece in pieces if len(piece) > 1] + [piece for piece in pieces if len(piece) == 1]
-    names = [*SENTENCEPIECE_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *ordered]
+    names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *ordered]
     merges = [(left, right) for left, right in state["merges"]]
     vocab = {name: index for index, name in enumerate(names)}
     return models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)  # noqa: S106
@@ -417,6 +782,20 @@ def sentencepiece_tokenizer(vocab_size: int, *, style: str) -> Tokenizer:
     return tokenizer
 
 
+def gemma_tokenizer(vocab_size: int) -> Tokenizer:
+    """As Gemma ships it: blanks are written ▁ and stay at the end of the word before, nothing is prepended but BOS."""
+    tokenizer = Tokenizer(sentencepiece_bpe(vocab_size, GEMMA_SPECIALS))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bos_id = GEMMA_SPECIALS.index("<bos>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", bos_id)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in GEMMA_SPECIALS])
+    return tokenizer
+
+
 def tokenizer_for(fixture: Fixture) -> transformers.PreTrainedTokenizerFast:
     """The trained tokenizer behind the transformers class which the real models of this architecture name."""
     common: dict[str, Any] = {
@@ -431,6 +810,9 @@ def tokenizer_for(fixture: Fixture) -> transformers.PreTrainedTokenizerFast:
         common |= {"eos_token": eos, "pad_token": "<|endoftext|>", "unk_token": None}
         if fixture.tokenizer_style == "gpt2":
             common |= {"unk_token": "<|endoftext|>"}
+    elif fixture.tokenizer_style == "gemma":
+        backend = gemma_tokenizer(fixture.vocab_size)
+        common |= {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     else:
         backend = sentencepiece_tokenizer(fixture.vocab_size, style=fixture.tokenizer_style)
         common |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -461,10 +843,9 @@ def model_for(fixture: Fixture, tokenizer: transformers.PreTrainedTokenizerFast)
     config = transformers.AutoConfig.for_model(
         fixture.model_type,
         vocab_size=fixture.vocab_size,
-        max_position_embeddings=CONTEXT_TOKENS_MAX,
         bos_token_id=bos,
         eos_token_id=config_eos,
-        **fixture.config,
+        **({"max_position_embeddings": CONTEXT_TOKENS_MAX} | fixture.config),
     )
     config.dtype = "float32"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -474,7 +855,20 @@ def model_for(fixture: Fixture, tokenizer: transformers.PreTrainedTokenizerFast)
     return model
 
 
-def randomise(model: transformers.PreTrainedModel, seed: int, eos: set[int]) -> None:
+EMBEDDINGS = ("embed_tokens", "lm_head", "word_embeddings", "embed_in", "embed_out", ".wte", ".wpe")
+FUSED_QUERIES = ("query_key_value", ".c_attn", ".Wqkv")
+BRANCH_ENDS = ("o_proj", "down_proj", "attention.dense", "dense_4h_to_h", ".c_proj", ".attn.out_proj")
+"""Parts of parameter names: what every architecture calls its embeddings, and the last matrix of a branch."""
+
+
+def randomise(
+    model: transformers.PreTrainedModel,
+    seed: int,
+    eos: set[int],
+    *,
+    embedding_gain: float = 1.0,
+    attention_gain: float = 1.0,
+) -> None:
     """Give every parameter, norms and biases too, a random value such that context decides and choices are clear.
 
     The branches are loud against the embedding, so a tied head does not just repeat its input; query and key are loud
@@ -488,16 +882,21 @@ def randomise(model: transformers.PreTrainedModel, seed: int, eos: set[int]) -> 
             uniform = torch.rand(parameter.shape, generator=generator)
             if "q_norm" in name or "k_norm" in name:
                 value = 1.0 + uniform
-            elif "norm" in name:
-                value = 0.5 + uniform
             elif name.endswith("bias"):
                 value = 0.3 * noise
-            elif "embed_tokens" in name or "lm_head" in name:
-                value = noise
+            elif name.endswith("sinks"):
+                value = 1.0 + noise
+            elif "norm" in name or "ln_" in name:
+                # The last norm makes up in the logits for a head that is as quiet as the embedding it is tied to.
+                is_last = name == "model.norm.weight" and model.config.tie_word_embeddings
+                value = (0.5 + uniform) / (embedding_gain if is_last else 1.0)
+            elif any(part in name for part in EMBEDDINGS):
+                value = (1.0 if "lm_head" in name else embedding_gain) * noise
             else:
                 branch_gain = 8.0 if model.config.tie_word_embeddings else 3.0
-                gain = branch_gain if ("o_proj" in name or "down_proj" in name) else 1.4
-                value = gain * noise / parameter.shape[1] ** 0.5
+                gain = branch_gain if any(part in name for part in BRANCH_ENDS) else 1.4
+                gain *= attention_gain if any(part in name for part in FUSED_QUERIES) else 1.0
+                value = gain * noise / parameter.shape[0 if ".c_" in name else 1] ** 0.5  # GPT-2 keeps [in, out]
             parameter.copy_(value)
         head = model.get_output_embeddings().weight
         head[sorted(eos)] *= 1.25
@@ -571,14 +970,21 @@ def search(
     prompts = prompts_for(fixture, tokenizer)
     model = model_for(fixture, tokenizer)
     for seed in range(fixture.seed, fixture.seed + SEED_TRIES_MAX):
-        randomise(model, seed, set().union(*groups))
+        randomise(
+            model,
+            seed,
+            set().union(*groups),
+            embedding_gain=fixture.embedding_gain,
+            attention_gain=fixture.attention_gain,
+        )
         answers = []
         for prompt in prompts:
             answers.append(greedy(model, prompt))
-            if answers[-1].gap_min < GREEDY_GAP_MIN or len(set(answers[-1].ids)) < DISTINCT_TOKENS_MIN:
+            if answers[-1].gap_min < GREEDY_GAP_MIN or len(set(answers[-1].ids)) < fixture.distinct_min:
                 break
         else:
             why = verdict(answers, groups) or window_verdict(model, prompts, answers)
+            why = why or matters_verdict(fixture, model, prompts, answers)
             print(f"{fixture.name}: seed {seed}: {why or 'taken'}")
             if not why:
                 return seed, model, prompts, answers
@@ -591,16 +997,29 @@ def window_verdict(model: transformers.PreTrainedModel, prompts: list[list[int]]
     window = getattr(model.config, "sliding_window", None)
     if window is None:
         return ""
-    other = without_window(model)
+    # A window as long as the context hides nothing; without one, layers that are named local could not be made.
+    other = with_config(model, {"sliding_window": CONTEXT_TOKENS_MAX})
     for prompt, answer in zip(prompts, answers, strict=True):
         if len(prompt) > window and greedy(other, prompt).ids == answer.ids:
             return "an answer is the same without the sliding window"
     return ""
 
 
-def without_window(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The same weights attending to the whole context."""
-    config = type(model.config)(**(model.config.to_dict() | {"sliding_window": None}))
+def matters_verdict(
+    fixture: Fixture, model: transformers.PreTrainedModel, prompts: list[list[int]], answers: list[Greedy]
+) -> str:
+    """Why the answers do not show whether what the architecture adds is there; empty if they do."""
+    for override in fixture.matters:
+        other = with_config(model, override)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if len(prompt) >= MATTERS_TOKENS_MIN and greedy(other, prompt).ids == answer.ids:
+                return f"an answer is the same with {override}"
+    return ""
+
+
+def with_config(model: transformers.PreTrainedModel, override: dict[str, Any]) -> transformers.PreTrainedModel:
+    """The same weights under another configuration."""
+    config = type(model.config)(**(model.config.to_dict() | override))
     other = type(model)._from_config(config, attn_implementation="eager").eval()
     other.load_state_dict(model.state_dict())
     return other
@@ -669,6 +1088,7 @@ def goldens_for(
     return {
         "format": FORMAT,
         "made_with": made_with,
+        "exporter": fixture.exporter,
         "architecture": fixture.model_type,
         "seed": seed,
         "context_tokens_max": CONTEXT_TOKENS_MAX,
@@ -683,6 +1103,13 @@ def goldens_for(
             "prompt_index": LOGITS_PROMPT_INDEX,
             "values": [round(value, 5) for value in answers[LOGITS_PROMPT_INDEX].prompt_logits],
         },
+    } | (text_goldens_for(fixture, tokenizer, answers) if fixture.has_text_goldens else {})
+
+
+def text_goldens_for(
+    fixture: Fixture, tokenizer: transformers.PreTrainedTokenizerFast, answers: list[Greedy]
+) -> dict[str, Any]:
+    return {
         "chat": chat_goldens(fixture, tokenizer),
         "encode": encode_goldens(tokenizer),
         "decode": decode_goldens(tokenizer, answers),
@@ -784,17 +1211,17 @@ def run(session: onnxruntime.InferenceSession, ids: list[int], past: dict[str, n
 def check_tokenizer(directory: Path, goldens: dict[str, Any]) -> None:
     """Raise unless tokenizer.json alone, without transformers, encodes and decodes as the goldens say."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for golden in goldens["encode"]:
+    for golden in goldens.get("encode", ()):
         ids = tokenizer.encode(golden["text"]).ids
         plain = tokenizer.encode(golden["text"], add_special_tokens=False).ids
         if (ids, plain) != (golden["ids"], golden["ids_without_special"]):
             message = f"{directory.name}: {golden['text']!r} is encoded as {ids}, {plain}"
             raise RuntimeError(message)
-    for golden in goldens["chat"]:
+    for golden in goldens.get("chat", ()):
         if "ids" in golden and tokenizer.encode(golden["text"], add_special_tokens=False).ids != golden["ids"]:
             message = f"{directory.name}: the rendered chat {golden['text']!r} is encoded otherwise"
             raise RuntimeError(message)
-    for golden in goldens["decode"]:
+    for golden in goldens.get("decode", ()):
         texts = tuple(tokenizer.decode(golden["ids"], skip_special_tokens=skip) for skip in (True, False))
         if texts != (golden["text"], golden["text_with_special"]):
             message = f"{directory.name}: {golden['ids']} is decoded as {texts}"

@@ -22,6 +22,10 @@ TOKEN_INPUT = "input_ids"  # noqa: S105 - the name of a graph input
 POSITION_INPUT = "position_ids"
 MASK_INPUT = "attention_mask"
 LOGITS_OUTPUT = "logits"
+BRANCH_INPUT = "use_cache_branch"
+"""Of merged decoders: whether there is a past. A past of no tokens is one."""
+KEPT_INPUT = "num_logits_to_keep"
+"""Of some exports for transformers.js: how many of the last tokens get logits; 0: all."""
 PAST_PATTERN = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
@@ -115,6 +119,13 @@ def _input_fact(value: ir.Value, tokens: Dim, past: Dim) -> Fact:
         return of_dims((1, UNKNOWN_DIM)) if total is None else of_array(np.ones((1, total), np.int64))
     if value.shape is None:
         return Fact()
+    if value.name in {BRANCH_INPUT, KEPT_INPUT}:
+        constant = np.array(value.name == BRANCH_INPUT)
+        return of_array(
+            np.broadcast_to(
+                constant.astype(np.bool_ if value.name == BRANCH_INPUT else np.int64), [1] * len(value.shape)
+            )
+        )
     dims: list[Dim] = [dim if isinstance(dim, int) else UNKNOWN_DIM for dim in value.shape]
     if value.name is not None and PAST_PATTERN.fullmatch(value.name):
         dims[0], dims[2] = 1, past

@@ -7,6 +7,7 @@ and is judged by its descriptor. What was judged is what is read or mapped: noth
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import stat
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 LINK_HINT = "Copy the directory with `cp -rL`, which replaces links by what they point to"
 PATH_CHARACTERS_MAX = 1024
+NAMES_MAX = 10_000  # of one folder: a model in a file a tensor has some thousands
 
 
 class RefusedError(Exception):
@@ -59,6 +61,22 @@ class SourceDirectory:
         with os.fdopen(self._open(name), "rb") as file:
             _check_size(os.fstat(file.fileno()), bytes_max)
             return file.read(bytes_max)
+
+    def names(self, folder: str) -> list[str]:
+        """Names in `folder`, a path below the directory or "", in no order; none if there is no such folder."""
+        parts = _parts(folder) if folder else ()
+        descriptor = os.dup(self._descriptor)
+        try:
+            for part in parts:
+                below = _open_component(descriptor, part, os.O_DIRECTORY)
+                os.close(descriptor)
+                descriptor = below
+            with os.scandir(descriptor) as entries:
+                return [entry.name for entry in itertools.islice(entries, NAMES_MAX)]
+        except RefusedError:
+            return []
+        finally:
+            os.close(descriptor)
 
     def map(self, name: str, *, bytes_max: int) -> mmap.mmap:
         """A read-only mapping of a regular file that has one name only. Raises RefusedError, MissingError."""

@@ -393,6 +393,31 @@ def _gather(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     return [_checked((*data.dims[:axis], *indices.dims, *data.dims[axis + 1 :]))]
 
 
+def _gather_nd(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """Single elements, or what stands after the axes that the places count; those must not be tokens."""
+    data, places = _known(inputs, 0).dims, _known(inputs, 1).dims
+    if data is None or not places or not isinstance(places[-1], int):
+        return [UNKNOWN]
+    first = attribute(node, "batch_dims", 0)
+    for dim in data[first : first + places[-1]]:
+        _refuse_tokens(dim, "looks up other places of")
+    return [_checked((*places[:-1], *data[first + places[-1] :]))]
+
+
+def _gather_elements(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """One element of `axis` for each place. Computed here: onnx 1.23's reference fails where the shapes differ."""
+    data, places = _known(inputs, 0), _known(inputs, 1)
+    if data.dims is None or places.dims is None:
+        return [UNKNOWN]
+    for dim in data.dims:
+        _refuse_tokens(dim, "looks up other places of")
+    if data.content is None or places.content is None or not data.is_numeric or not places.is_numeric:
+        return [_checked(places.dims)]
+    axis = attribute(node, "axis", 0) % len(data.dims)
+    cut = tuple(slice(None) if index == axis else slice(size) for index, size in enumerate(places.content.shape))
+    return [of_array(np.take_along_axis(data.content[cut], places.content.astype(np.int64), axis=axis))]
+
+
 def _lookup(value: ir.Value | None, data: Fact, indices: Fact, axis: int) -> Array | None:
     """Rows of a known array or of a table among the weights (rotary caches)."""
     if indices.content is None or not indices.is_numeric:
@@ -543,6 +568,69 @@ def _grown(past: tuple[Dim, ...] | None, key: tuple[Dim, ...]) -> Fact:
     return of_dims((*past[:2], _sum([past[2], key[-2] if len(key) == 4 else key[1]]), past[3]))
 
 
+def _group_query_attention(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """[batch, tokens, heads · dim]; the caches grow by the new keys."""
+    query, past_key, past_value = _known(inputs, 0).dims, _known(inputs, 3).dims, _known(inputs, 4).dims
+    if query is None or past_key is None or past_value is None:
+        return [UNKNOWN] * len(node.outputs)
+    _refuse_tokens(query[1], "attends over")
+    output = of_dims((*query[:2], _product(attribute(node, "num_heads"), past_key[3])))
+    grown = [of_dims((*past[:2], _sum([past[2], query[1]]), past[3])) for past in (past_key, past_value)]
+    return [output, *grown, UNKNOWN][: len(node.outputs)]
+
+
+def _product(left: Dim, right: Dim) -> Dim:
+    return left * right if isinstance(left, int) and isinstance(right, int) else UNKNOWN_DIM
+
+
+def _matmul_nbits(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """A product with a matrix [K, N] that is packed: the last axis becomes N."""
+    dims = _known(inputs, 0).dims
+    if not dims:
+        return [UNKNOWN]
+    _refuse_tokens(dims[-1], "sums over")
+    return [of_dims((*dims[:-1], attribute(node, "N")))]
+
+
+def _gather_block_quantized(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """Rows of a packed table; its type says whether two places of the last axis share a byte."""
+    data, indices, value = _known(inputs, 0).dims, _known(inputs, 1).dims, node.inputs[0]
+    axis = attribute(node, "gather_axis", 0)
+    if data is None or indices is None or value is None or axis != 0:
+        return [UNKNOWN]
+    is_packed = value.dtype == ir.DataType.UINT8 and attribute(node, "bits", 4) == 4
+    last = data[-1] * 2 if is_packed else data[-1]
+    return [_checked((*indices, *data[1:-1], last))]
+
+
+def _dynamic_quantize(_node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """One scale for the whole tensor: every token's numbers depend on every other's."""
+    dims = _known(inputs, 0).dims
+    for dim in dims or ():
+        _refuse_tokens(dim, "measures one scale over")
+    return [UNKNOWN if dims is None else of_dims(dims), of_dims(()), of_dims(())]
+
+
+def _top(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """TopK: the best of one axis, with their places."""
+    dims, count = _known(inputs, 0).dims, _integers(node, inputs, 1, "k")
+    if dims is None:
+        return [UNKNOWN] * len(node.outputs)
+    axis = attribute(node, "axis", -1) % len(dims)
+    _refuse_tokens(dims[axis], "chooses from")
+    kept: Dim = UNKNOWN_DIM if count is None else count[0]
+    return [of_dims((*dims[:axis], kept, *dims[axis + 1 :]))] * len(node.outputs)
+
+
+def _experts(_node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """Our own node: each row of tokens by itself, through the experts that its scores choose."""
+    dims = _known(inputs, 0).dims
+    if dims is None:
+        return [UNKNOWN]
+    _refuse_tokens(dims[-1], "sums over")
+    return [of_dims(dims)]
+
+
 def _ragged_attention(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     """Our own node: tokens meet here and nowhere else, each only with those of its own slot."""
     first = _known(inputs, 0).dims
@@ -573,13 +661,25 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "ConstantOfShape": _constant_of_shape,
         "CumSum": _cumsum,
         "Expand": _expand,
+        "Experts": _experts,
         "Flatten": _flatten,
         "Gather": _gather,
+        "GatherND": _gather_nd,
+        "GatherElements": _gather_elements,
+        "GatherBlockQuantized": _gather_block_quantized,
         "Gemm": _gemm,
+        "GroupQueryAttention": _group_query_attention,
         "Identity": _identity,
+        "DequantizeLinear": _unary,
+        "DynamicQuantizeLinear": _dynamic_quantize,
         "MatMul": _matmul,
+        "MatMulBnb4": _matmul_nbits,
+        "MatMulInteger": _matmul,
+        "MatMulNBits": _matmul_nbits,
+        "QuantizeLinear": _unary,
         "RaggedAttention": _ragged_attention,
         "RmsNorm": _layer_norm,
+        "LayerNorm": _layer_norm,
         "RotaryEmbedding": _rotary,
         "SkipSimplifiedLayerNormalization": _skip_norm,
         "Range": _range,
@@ -590,6 +690,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "Split": _split,
         "Squeeze": _squeeze,
         "Tile": _tile,
+        "TopK": _top,
         "Transpose": _transpose,
         "Unsqueeze": _unsqueeze,
     }

@@ -26,7 +26,7 @@ MEETING_OPERATORS = frozenset({"RaggedAttention"})
 """Tokens meet in these, and their caches, which have no token axis, are followed by the independence pass itself."""
 EVALUATED_DOMAINS = frozenset({"", "ai.onnx"})
 EVALUATED_WITHOUT_RULE = frozenset(
-    {"Trilu", "ScatterND", "ScatterElements", "GatherElements", "GatherND", "NonZero", "EyeLike"}
+    {"Trilu", "ScatterND", "ScatterElements", "GatherElements", "GatherND", "NonZero", "EyeLike", "OneHot"}
 )
 """What mask subgraphs use besides; their results are no larger than their inputs."""
 EVALUATED_ELEMENTS_MAX = 1 << 25

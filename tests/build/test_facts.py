@@ -177,6 +177,12 @@ MIXES: Mapping[str, Build] = {
     "product of tokens with tokens": self_product,
     "sum over tokens in a product": lambda t, x: t.op("MatMul", [t.op("Transpose", [x], {"perm": (0, 2, 1)}), x]),
     "first token": lambda t, x: t.op("Gather", [x, numbers(t, 0)], {"axis": 1}),
+    "first element": lambda t, x: t.op("GatherND", [x, t.op("Reshape", [numbers(t, 0, 0), numbers(t, 1, 2)])]),
+    "elements of the first token": lambda t, x: t.op(
+        "GatherElements", [x, t.op("Reshape", [numbers(t, *[0] * 8), numbers(t, 1, 1, 8)])], {"axis": 1}
+    ),
+    "the best token": lambda t, x: t.op_multi_out("TopK", [x, numbers(t, 1)], {"axis": 1}, num_outputs=2)[0],
+    "sum over tokens in experts": lambda t, x: t.op("Experts", [turned(t, x), x], domain="residentd"),
     "all but the last token": lambda t, x: t.op("Slice", [x, numbers(t, 0), numbers(t, -1), numbers(t, 1)]),
     "halves": lambda t, x: t.op_multi_out("Split", [x], {"axis": 1}, num_outputs=2)[0],
     "one sequence after itself": lambda t, x: t.op("Concat", [x, x], {"axis": 1}),
@@ -264,7 +270,6 @@ LOSES: Mapping[str, Build] = {
     "unknown neighbour": lambda t, x: t.op("Concat", [x, unknown(t)], {"axis": -1}),
     "unknown data to look up": lambda t, x: t.op("Gather", [unknown(t), t.op("Cast", [x], {"to": 7})]),
     "unknown padding": lambda t, x: t.op("Pad", [x, unknown(t)]),
-    "best of an axis": lambda t, x: t.op_multi_out("TopK", [x, numbers(t, 2)], {"axis": 1}, num_outputs=2)[0],
     "unknown size": lambda t, x: t.op("Resize", [x, None, None, unknown(t)]),
     "unknown depth": lambda t, x: t.op("OneHot", [x, unknown(t), weights(t, 2)]),
 }

@@ -13,7 +13,34 @@ import pytest
 from lowered_engine import Export, LoweredEngine
 from lowering import EXPORTS, lower_directory
 
-ARCHITECTURES = ("llama", "llama-eager", "llama-external", "smollm2", "tinyllama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = (
+    "llama",
+    "llama-eager",
+    "llama-external",
+    "smollm2",
+    "tinyllama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "phi4-longrope",
+    "stablelm",
+    "gpt-neox",
+    "gpt2",
+    "gpt-oss",
+    "qwen3-moe",
+    "llama-rope-llama3",
+    "llama-rope-linear",
+    "llama-rope-yarn",
+    "llama-rope-dynamic",
+    "falcon3",
+    "smollm3",
+    "olmo2",
+    "granite",
+    "gemma2",
+    "gemma3",
+    "falcon",
+)
 CONTEXT = 256
 SLOTS = 6
 TOLERANCE_RELATIVE = 2e-5
@@ -185,6 +212,40 @@ def wrong_epsilon(model: ir.Model) -> None:
         node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1e-2)
 
 
+def swapped_windows(model: ir.Model) -> None:
+    first, second = of_type(model, "GroupQueryAttention")
+    windows = [node.attributes["local_window_size"].value for node in (first, second)]
+    first.attributes["local_window_size"] = ir.AttrInt64("local_window_size", windows[1])
+    second.attributes["local_window_size"] = ir.AttrInt64("local_window_size", windows[0])
+
+
+def no_sinks(model: ir.Model) -> None:
+    of_type(model, "GroupQueryAttention")[-1].replace_input_with(11, None)
+
+
+def one_expert_fewer(model: ir.Model) -> None:
+    node = of_type(model, "MoE")[-1]
+    node.attributes["k"] = ir.AttrInt64("k", node.attributes["k"].value - 1)
+
+
+def weights_of_all_experts(model: ir.Model) -> None:
+    for node in of_type(model, "MoE"):
+        node.attributes["normalize_routing_weights"] = ir.AttrInt64("normalize_routing_weights", 0)
+
+
+def other_activation(model: ir.Model) -> None:
+    of_type(model, "MoE")[0].attributes["activation_alpha"] = ir.AttrFloat32("activation_alpha", 1.0)
+
+
+def no_residual_bias(model: ir.Model) -> None:
+    nodes = of_type(model, "SkipSimplifiedLayerNormalization")
+    next(node for node in nodes if len(node.inputs) > 3).replace_input_with(3, None)
+
+
+def no_norm_bias(model: ir.Model) -> None:
+    of_type(model, "SkipLayerNormalization")[-1].replace_input_with(3, None)
+
+
 FAULTS: Mapping[str, tuple[str, Callable[[ir.Model], None]]] = {
     "scale": ("llama", wrong_scale),
     "window one longer": ("mistral", window_too_long),
@@ -193,6 +254,14 @@ FAULTS: Mapping[str, tuple[str, Callable[[ir.Model], None]]] = {
     "interleaved rotation": ("qwen2", wrong_rotation),
     "caches of two layers swapped": ("llama", swapped_caches),
     "epsilon of the norms": ("qwen3", wrong_epsilon),
+    "windows of two layers swapped": ("gpt-oss", swapped_windows),
+    "sinks left out": ("gpt-oss", no_sinks),
+    "experts' activation": ("gpt-oss", other_activation),
+    "one expert fewer": ("qwen3-moe", one_expert_fewer),
+    "weights of experts not normalised": ("qwen3-moe", weights_of_all_experts),
+    "interleaved partial rotation": ("phi4-longrope", wrong_rotation),
+    "bias of a branch left out": ("gpt-oss", no_residual_bias),
+    "bias of a norm left out": ("stablelm", no_norm_bias),
 }
 
 
@@ -270,6 +339,24 @@ def test_a_tied_head_keeps_one_copy_of_its_matrix(name: str, products: int, engi
         ("qwen3", "norms: 9 RmsNorm"),
         ("mistral", "attention: 2 layers of 4 heads over 2 of 16, scale 0.25, window 24"),
         ("tinyllama", "rotary: in 0 of 2 attention nodes; left as exported before residentd/attention.0"),
+        ("phi3", "linears: queries, keys and values in one product in 2 of 2 layers"),
+        ("phi4-longrope", "rotary: in all 2 attention nodes, with 1 tables"),
+        ("stablelm", "rotary: in all 2 attention nodes, with 1 tables"),
+        ("stablelm", "norms: 0 RmsNorm and 5 LayerNorm, 0 of them written out as single operators"),
+        ("gpt-neox", "linears: queries, keys and values in one product in 2 of 2 layers"),
+        ("gpt2", "linears: queries, keys and values in one product in 2 of 2 layers"),
+        (
+            "gpt-oss",
+            "attention: 1 layers of 2 heads over 1 of 16, scale 0.25, window 24, sinks; 1 layers",
+        ),
+        ("gpt-oss", "experts: 2 layers of 2 of 4 experts by their softmax"),
+        ("qwen3-moe", "experts: 2 layers of 2 of 4 experts by their softmax"),
+        ("qwen3-moe", "independence: proven for all"),
+        ("smollm3", "rotary: in 2 of 3 attention nodes; the export rotates nothing in 1"),
+        ("gemma2", "attention: 1 layers of 4 heads over 2 of 16, scale 0.288675, window 24, softcap 8; 1 layers of "),
+        ("gemma3", "rotary: in all 2 attention nodes, with 2 tables"),
+        ("granite", "attention: 2 layers of 4 heads over 2 of 16, scale 0.11"),
+        ("olmo2", "norms: 9 RmsNorm"),
         ("llama", "prune: "),
         ("llama", "independence: proven for all"),
     ],

@@ -80,6 +80,7 @@ SAMPLES: Mapping[str, Callable[[Draw, tuple[Dim, ...]], Sample]] = {
     "Expand": lambda _draw, dims: ([np.array([2, *([1] * len(dims))], np.int64)], {}),
     "Flatten": lambda draw, dims: ([], {"axis": axis_of(draw, dims)}),
     "Gather": lambda draw, dims: ([np.array(draw(st.sampled_from([0, [0], [[0, 0]]])))], {"axis": axis_of(draw, dims)}),
+    "GatherND": lambda draw, dims: ([np.zeros((2, draw(st.integers(1, len(dims)))), np.int64)], {}),
     "LogSoftmax": lambda draw, dims: ([], {"axis": axis_of(draw, dims)}),
     "MatMul": matrix,
     "ReduceL2": reduction,
@@ -92,6 +93,7 @@ SAMPLES: Mapping[str, Callable[[Draw, tuple[Dim, ...]], Sample]] = {
     "Split": lambda draw, dims: ([], {"axis": axis_of(draw, dims), "num_outputs": 1}),
     "Squeeze": squeezed,
     "Tile": lambda draw, dims: ([np.array([draw(st.integers(1, 2)) for _ in dims], np.int64)], {}),
+    "TopK": lambda draw, dims: ([np.array([1], np.int64)], {"axis": axis_of(draw, dims)}),
     "Transpose": lambda draw, dims: ([], {"perm": draw(st.permutations(range(len(dims))))}),
     "Unsqueeze": lambda draw, dims: ([np.array([draw(st.integers(-len(dims) - 1, len(dims)))], np.int64)], {}),
 }

@@ -53,16 +53,24 @@ def edit_model(directory: Path, change: Callable[[onnx.ModelProto], None]) -> No
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXPORTS.iterdir() if path.is_dir()))
 def test_every_committed_export_is_accepted(name: str) -> None:
-    """What optimum wrote passes, with the end tokens that transformers knows."""
+    """What an exporter wrote passes, with the end tokens that transformers knows."""
     source = validate(EXPORTS / name)
     goldens = json.loads((EXPORTS / name / "goldens.json").read_text())
-    config = json.loads((EXPORTS / name / "config.json").read_text())
+    if (EXPORTS / name / "config.json").is_file():
+        vocab = json.loads((EXPORTS / name / "config.json").read_text())["vocab_size"]
+    else:
+        vocab = json.loads((EXPORTS / name / "genai_config.json").read_text())["model"]["vocab_size"]
     assert list(source.text.eos_ids) == goldens["eos_token_ids"]
-    assert (source.architecture, source.vocab) == (goldens["architecture"], config["vocab_size"])
+    assert (source.architecture, source.vocab) == (goldens["architecture"], vocab)
     assert source.context_max == goldens["context_tokens_max"]
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXPORTS.iterdir() if path.is_dir()))
+def with_text_goldens() -> list[str]:
+    """The exports whose tokenizer no other export has."""
+    return [path.parent.name for path in sorted(EXPORTS.glob("*/goldens.json")) if '"encode"' in path.read_text()]
+
+
+@pytest.mark.parametrize("name", with_text_goldens())
 def test_adds_bos_is_what_the_tokenizer_does(name: str) -> None:
     """A plain text starts with BOS exactly where transformers' own encoding does."""
     text = validate(EXPORTS / name).text
@@ -89,9 +97,9 @@ def no_tokens(model: onnx.ModelProto) -> None:
 def no_cache(model: onnx.ModelProto) -> None:
     """The cache of layer 1 is there under another name only."""
     for value in model.graph.input:
-        value.name = value.name.replace("past_key_values.1", "past.1")
+        value.name = value.name.replace("past_key_values.1", "memory.1")
     for node in model.graph.node:
-        node.input[:] = [name.replace("past_key_values.1", "past.1") for name in node.input]
+        node.input[:] = [name.replace("past_key_values.1", "memory.1") for name in node.input]
 
 
 def half_cache(model: onnx.ModelProto) -> None:
@@ -101,9 +109,9 @@ def half_cache(model: onnx.ModelProto) -> None:
         node.input[:] = [name.replace("past_key_values.1.value", "past_key_values.1.other") for name in node.input]
 
 
-def sixteen_bit_cache(model: onnx.ModelProto) -> None:
+def eight_bit_cache(model: onnx.ModelProto) -> None:
     node = model.graph.input[3]
-    node.type.tensor_type.elem_type = TensorProto.FLOAT16
+    node.type.tensor_type.elem_type = TensorProto.INT8
     cast = helper.make_node("Cast", [node.name], ["cast_past"], to=TensorProto.FLOAT)
     for user in model.graph.node:
         user.input[:] = ["cast_past" if name == node.name else name for name in user.input]
@@ -327,9 +335,13 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str, str]] = {
     "top_p in words": (lambda d: edit(d, "generation_config.json", top_p="all"), "generation_config.json", "top_p"),
     "top_k as a fraction": (lambda d: edit(d, "generation_config.json", top_k=1.5), "generation_config.json", "whole"),
     "no token input": (model_change(no_tokens), "model.onnx", "no input input_ids"),
-    "cache under another name": (model_change(no_cache), "model.onnx", "past.1.key, past.1.value"),
+    "cache under another name": (model_change(no_cache), "model.onnx", "memory.1.key, memory.1.value"),
     "half a cache": (model_change(half_cache), "model.onnx", "past_key_values.1.value"),
-    "16-bit cache": (model_change(sixteen_bit_cache), "model.onnx", "past_key_values.0.key (1 such) is not float32"),
+    "8-bit cache": (
+        model_change(eight_bit_cache),
+        "model.onnx",
+        "past_key_values.0.key (1 such) is not a floating-point",
+    ),
     "an image input": (model_change(extra_input), "model.onnx", "pixel_values"),
     "opset 9": (model_change(old_opset), "model.onnx", "opset 9; 13 to 25 are supported"),
     "custom operators": (model_change(custom_operator), "model.onnx", "operators of com.example"),
@@ -427,7 +439,7 @@ def test_an_empty_directory_names_all_that_is_missing(tmp_path: Path) -> None:
     assert {finding.where for finding in findings(tmp_path)} == {"model.onnx", "config.json", "tokenizer.json"}
 
 
-@pytest.mark.parametrize("path", ["no/such/directory", "model.onnx"])
+@pytest.mark.parametrize("path", ["no/such/directory", "config.json"])
 def test_what_is_no_directory_is_a_finding(path: str) -> None:
     """A wrong path is reported like anything else."""
     (found,) = findings(EXPORTS / "llama" / path)
@@ -440,6 +452,28 @@ def test_the_context_asked_for_is_checked_at_its_limit(source: Path) -> None:
     (found,) = findings(source, context=257)
     assert "257 tokens was asked for and the model was made for 256" in found.what
     assert "--context 256" in found.remedy
+
+
+CONTEXTS: Mapping[str, tuple[dict[str, Any], int]] = {
+    "as GPT-2 names it": ({"max_position_embeddings": None, "n_positions": 96}, 96),
+    "as MPT names it": ({"max_position_embeddings": None, "max_seq_len": 96}, 96),
+    "frequencies of the short lengths only": (
+        {"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope"}},
+        64,
+    ),
+    "frequencies of every length": (
+        {"original_max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn"}},
+        256,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_the_longest_context_is_what_the_export_holds(name: str, source: Path) -> None:
+    """Under whatever name config.json has it; a longrope export has the factors of the original length alone."""
+    changes, expected = CONTEXTS[name]
+    edit(source, "config.json", **changes)
+    assert validate(source).context_max == expected
 
 
 def test_the_number_of_findings_is_bounded(source: Path) -> None:

@@ -28,7 +28,8 @@ from onnx_ir.tape import Tape
 
 from residentd_build.facts import TOKENS, UNKNOWN_DIM
 from residentd_build.passes.attention import RAGGED_ATTENTION
-from residentd_build.passes.norms import RMS_NORM
+from residentd_build.passes.experts import EXPERTS
+from residentd_build.passes.norms import LAYER_NORM, RMS_NORM
 from residentd_build.passes.prune import prune
 from residentd_build.rules import CANONICAL_DOMAIN, attribute
 
@@ -40,11 +41,13 @@ if TYPE_CHECKING:
 
 MICROSOFT = "com.microsoft"
 GROUP_QUERY_ATTENTION = "GroupQueryAttention"
-NORM = "SimplifiedLayerNormalization"
+NORMS = {RMS_NORM: "SimplifiedLayerNormalization", LAYER_NORM: "LayerNormalization"}
+SKIP_NORMS = {RMS_NORM: "SkipSimplifiedLayerNormalization", LAYER_NORM: "SkipLayerNormalization"}
 TRANSPOSED_PRODUCT = "FusedMatMul"
-SKIP_NORM = "SkipSimplifiedLayerNormalization"
-FUSED = (GROUP_QUERY_ATTENTION, NORM, SKIP_NORM, TRANSPOSED_PRODUCT)
-QUERY_LENGTHS_INPUT = 16  # position among GroupQueryAttention's inputs, since onnxruntime 1.32
+MIXTURE_OF_EXPERTS = "MoE"
+FUSED = (GROUP_QUERY_ATTENTION, MIXTURE_OF_EXPERTS, *NORMS.values(), *SKIP_NORMS.values(), TRANSPOSED_PRODUCT)
+HEAD_SINK_INPUT = 11  # positions among GroupQueryAttention's inputs
+QUERY_LENGTHS_INPUT = 16  # since onnxruntime 1.32
 STEP_INPUTS = {
     "pack_index": (ir.DataType.INT64, ("slots", "chunk")),
     "unpack_index": (ir.DataType.INT64, ("tokens",)),
@@ -65,8 +68,10 @@ def run(draft: Draft) -> str:
     for node in nodes:
         if node.op_type == RAGGED_ATTENTION:
             _lower_attention(draft, node, inputs)
+        elif node.op_type == EXPERTS:
+            _lower_experts(draft, node)
         else:
-            assert node.op_type == RMS_NORM
+            assert node.op_type in NORMS
             _lower_norm(draft, node, facts)
     for node in [node for node in draft.graph if node.op_type == "MatMul"]:
         _lower_transposed(draft, node)
@@ -83,7 +88,8 @@ def run(draft: Draft) -> str:
 def _lower_attention(draft: Draft, node: ir.Node, step: dict[str, ir.Value]) -> None:
     tape = Tape()
     query, key, value, past_key, past_value = node.inputs[:5]
-    rotary = list(node.inputs[5:7])
+    rotary = [table for table in node.inputs[5:7] if table is not None]
+    sinks = node.inputs[7] if len(node.inputs) > 7 else None
     name = node.name
     joined = query if key is None else tape.op("Concat", [query, key, value], {"axis": 1}, name=f"{name}.qkv")
     padded = tape.op("Gather", [joined, step["pack_index"]], {"axis": 0}, name=f"{name}.pack")
@@ -98,6 +104,7 @@ def _lower_attention(draft: Draft, node: ir.Node, step: dict[str, ir.Value]) -> 
     ]
     operands += [_lengthened(draft, table) for table in rotary] or [None, None]
     operands += [None] * (QUERY_LENGTHS_INPUT - len(operands))
+    operands[HEAD_SINK_INPUT] = sinks
     attended, present_key, present_value = tape.op_multi_out(
         GROUP_QUERY_ATTENTION,
         [*operands, step["query_lengths"]],
@@ -134,20 +141,45 @@ def _attributes(node: ir.Node, *, has_rotary: bool) -> dict[str, int | float]:
     }
 
 
+def _lower_experts(draft: Draft, node: ir.Node) -> None:
+    """The kernel takes the softmax of the scores itself; gate and up by turns are its only form on the CPU."""
+    source, scores, gate_up, down, *biases = node.inputs
+    gate_up_bias, down_bias = biases or (None, None)
+    attributes = {
+        "k": attribute(node, "chosen"),
+        "normalize_routing_weights": attribute(node, "normalised"),
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": attribute(node, "alpha"),
+        "activation_beta": attribute(node, "beta"),
+    }
+    if attribute(node, "limit"):
+        attributes["swiglu_limit"] = attribute(node, "limit")
+    operands = [source, scores, gate_up, gate_up_bias, down, down_bias]
+    lowered = ir.node(MIXTURE_OF_EXPERTS, operands, attributes, domain=MICROSOFT, name=node.name)
+    lowered.outputs[0].name = f"{node.outputs[0].name}.lowered"
+    _replace(draft, node, [lowered], lowered.outputs)
+
+
 def _lower_norm(draft: Draft, node: ir.Node, facts: Trace) -> None:
     """With the addition before it where there is one: the residual stream is then read once."""
-    source, weight = node.inputs
+    source, *weights = node.inputs
     assert source is not None
     before = source.producer()
     epsilon = {"epsilon": attribute(node, "epsilon")}
     if before is None or before.op_type != "Add" or not _is_residual(before, facts):
-        lowered = ir.node(NORM, [source, weight], epsilon | {"axis": -1, "stash_type": 1}, name=node.name)
+        lowered = ir.node(NORMS[node.op_type], node.inputs, epsilon | {"axis": -1, "stash_type": 1}, name=node.name)
+        facts.facts[lowered.outputs[0]] = facts[node.outputs[0]]
         _replace(draft, node, [lowered], lowered.outputs)
         return
     tape = Tape()
     outputs = [ir.Value(name=name) for name in (f"{node.outputs[0].name}", "", "", f"{source.name}.sum")]
+    streams, bias = _without_bias(before.inputs, facts)
+    if bias is not None:
+        weights += [None] * (node.op_type == LAYER_NORM and len(weights) < 2)  # whose own bias comes before it
+        weights.append(bias)
     normed, _, _, total = tape.op_multi_out(
-        SKIP_NORM, [*before.inputs, weight], epsilon, domain=MICROSOFT, name=node.name, outputs=outputs
+        SKIP_NORMS[node.op_type], [*streams, *weights], epsilon, domain=MICROSOFT, name=node.name, outputs=outputs
     )
     facts.facts |= {total: facts[source], normed: facts[source]}
     draft.graph.insert_before(before, tape.nodes)
@@ -172,6 +204,23 @@ def _lower_transposed(draft: Draft, node: ir.Node) -> None:
     )
     product.outputs[0].name = f"{node.outputs[0].name}.transposed"
     _replace(draft, node, [product], product.outputs)
+
+
+def _without_bias(streams: Sequence[ir.Value | None], facts: Trace) -> tuple[list[ir.Value | None], ir.Value | None]:
+    """The two streams of a residual addition, one of them before its bias is added, and the bias."""
+    for place, stream in enumerate(streams):
+        before = None if stream is None else stream.producer()
+        if stream is None or before is None or before.op_type != "Add" or len(stream.uses()) != 1:
+            continue
+        biases = [value for value in before.inputs if value is not None and value.const_value is not None]
+        inner = [value for value in before.inputs if value is not None and value not in biases]
+        if len(biases) == len(inner) == 1 and len(facts[biases[0]].dims or ()) == 1 and _same(inner[0], stream, facts):
+            return [inner[0] if index == place else other for index, other in enumerate(streams)], biases[0]
+    return list(streams), None
+
+
+def _same(left: ir.Value, right: ir.Value, facts: Trace) -> bool:
+    return facts[left].dims is not None and facts[left].dims == facts[right].dims
 
 
 def _is_residual(node: ir.Node, facts: Trace) -> bool:

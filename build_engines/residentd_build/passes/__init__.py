@@ -9,7 +9,23 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from residentd_build.passes import attention, fold, independence, linears, norms, positions, prune, rotary, rows, tidy
+from residentd_build.passes import (
+    attention,
+    branches,
+    experts,
+    fold,
+    independence,
+    linears,
+    norms,
+    operators,
+    positions,
+    prune,
+    rotary,
+    rows,
+    rowwise,
+    tidy,
+    widen,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +37,11 @@ Pass = Callable[["Draft"], str]
 
 CANONICALISE: Mapping[str, Pass] = MappingProxyType(
     {
+        "branches": branches.run,
+        "widen": widen.run,
+        "rowwise": rowwise.run,
+        "operators": operators.run,
+        "experts": experts.run,
         "attention": attention.run,
         "positions": positions.run,
         "fold": fold.run,

@@ -3,13 +3,14 @@
 Ensures: every cache input is used by exactly one node, `residentd::RaggedAttention`, whose outputs are the present
 caches; each replaced core was proven to compute softmax(softcap(scale · q kᵀ) + causal or window mask) v.
 
-    RaggedAttention(q [tokens, heads · dim], k, v [tokens, kv_heads · dim], past_key, past_value, cos?, sin?)
+    RaggedAttention(q [tokens, heads · dim], k, v [tokens, kv_heads · dim], past_key, past_value, cos?, sin?, sinks?)
       -> (out [tokens, heads · dim], present_key, present_value)
     attributes: heads, kv_heads, dim, scale, softcap (0: none), window (0: none), interleaved (of cos and sin)
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -18,7 +19,7 @@ from onnx_ir.tape import Tape
 from residentd.errors import Finding, SourceError
 from residentd_build.passes.layout import heads_of, reshape, rows_of
 from residentd_build.passes.prune import prune
-from residentd_build.recognise import decomposed, standard
+from residentd_build.recognise import decomposed, gqa, standard
 from residentd_build.recognise.core import AttentionCore, Probe, UnrecognisedError, prove, window_of
 from residentd_build.rules import CANONICAL_DOMAIN
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 RAGGED_ATTENTION = "RaggedAttention"
 RECOGNISERS: tuple[Callable[[Cache, Sequence[Probe]], AttentionCore | None], ...] = (
+    gqa.recognise,
     standard.recognise,
     decomposed.recognise,
 )
@@ -82,6 +84,9 @@ def _recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore:
         if core is not None:
             if core.heads % cache.heads:
                 raise UnrecognisedError(f"{core.heads} query heads do not divide over {cache.heads} key heads")
+            width = None if cache.past_value.shape is None else cache.past_value.shape[3]
+            if width != cache.dim:
+                raise UnrecognisedError(f"its keys have {cache.dim} places a head and its values {width}")
             return core
     raise UnrecognisedError(f"no known form uses the cache input {cache.past_key.name}")
 
@@ -94,9 +99,13 @@ def _replace(draft: Draft, core: AttentionCore, window: int | None) -> None:
         rows_of(tape, draft, value, width=heads * cache.dim, is_heads_first=core.is_heads_first, name=f"{name}.{part}")
         for value, heads, part in operands
     ]
+    extra = _rotary(draft, core)
+    extra += [] if core.sinks is None else [draft.constant(f"attention.{cache.layer}.sinks", core.sinks)]
+    while extra and extra[-1] is None:
+        extra.pop()
     out, key, value = tape.op_multi_out(
         RAGGED_ATTENTION,
-        [*rows, cache.past_key, cache.past_value],
+        [*rows, cache.past_key, cache.past_value, *extra],
         _attributes(core, window),
         domain=CANONICAL_DOMAIN,
         name=name,
@@ -111,6 +120,15 @@ def _replace(draft: Draft, core: AttentionCore, window: int | None) -> None:
     _take_over(draft, value, cache.present_value_name)
 
 
+def _rotary(draft: Draft, core: AttentionCore) -> list[ir.Value | None]:
+    """The tables that the core rotates by itself; layers that share them share the constants."""
+    if core.rotary is None:
+        return [None, None]
+    tables = (core.rotary.cos, core.rotary.sin)
+    digests = [hashlib.sha256(table.tobytes()).hexdigest()[:16] for table in tables]
+    return [draft.constant(f"rotary.{digest}", table) for digest, table in zip(digests, tables, strict=True)]
+
+
 def _attributes(core: AttentionCore, window: int | None) -> dict[str, int | float]:
     return {
         "heads": core.heads,
@@ -119,7 +137,7 @@ def _attributes(core: AttentionCore, window: int | None) -> dict[str, int | floa
         "scale": core.scale,
         "softcap": core.softcap,
         "window": window or 0,
-        "interleaved": 0,
+        "interleaved": int(core.rotary is not None and core.rotary.is_interleaved),
     }
 
 
@@ -145,4 +163,5 @@ def _describe(core: AttentionCore, window: int | None) -> str:
     extras = [f"scale {core.scale:.6g}"]
     extras += [f"window {window}"] if window else []
     extras += [f"softcap {core.softcap:g}"] if core.softcap else []
+    extras += ["sinks"] if core.sinks is not None else []
     return f"{grouped}, {', '.join(extras)}"

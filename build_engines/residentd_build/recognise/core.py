@@ -33,11 +33,23 @@ class UnrecognisedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Rotary:
+    """Tables float32 [positions, rotated / 2] of what the core does to queries and keys before anything else."""
+
+    cos: Array
+    sin: Array
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionCore:
     """softmax(softcap(scale · q kᵀ) + mask) v, with the keys of the cache before the new ones.
 
+    `sinks`, float32 [heads], are scores that take their share of the softmax and give no value (gpt-oss).
     Query and output are [1, heads, tokens, dim] if `is_heads_first`, else [1, tokens, heads · dim]; the same for keys
-    and values. `mask` is additive or boolean and may be absent; `is_causal` masks besides.
+    and values. `mask` and `second_mask` are additive or boolean and may be absent; `is_causal` masks besides.
+    `is_stated`: one operator whose specification says all of this, `window` and `rotary` included, so that there is
+    nothing to evaluate.
     """
 
     cache: Cache
@@ -53,6 +65,11 @@ class AttentionCore:
     mask: ir.Value | None
     is_causal: bool
     is_heads_first: bool
+    second_mask: ir.Value | None = None
+    sinks: Array | None = None
+    is_stated: bool = False
+    window: int | None = None
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +97,8 @@ def window_of(core: AttentionCore, probes: Sequence[Probe], context: int) -> int
 
     Raises UnrecognisedError unless the mask is exactly causal, or causal with one window, at every probe.
     """
+    if core.is_stated:
+        return None if core.window is None or core.window >= context else core.window
     last = max(probes, key=lambda probe: probe.past + probe.tokens)
     seen = int(_visible(core, last)[-1].sum())
     window = None if seen >= last.past + last.tokens else seen
@@ -105,24 +124,33 @@ def _visible(core: AttentionCore, probe: Probe) -> Array:
     visible = np.ones((probe.tokens, total), bool)
     if core.is_causal:
         visible = causal_mask(probe.tokens, probe.past, None)
-    if core.mask is None:
-        return visible
-    content = probe.trace.content(core.mask)
+    for value in (core.mask, core.second_mask):
+        if value is not None:
+            visible = visible & _shown_by(value, probe)
+    return visible
+
+
+def _shown_by(value: ir.Value, probe: Probe) -> Array:
+    """Bool [tokens, past + tokens]: which keys the mask `value` lets each query see."""
+    content = probe.trace.content(value)
     if content is None:
-        raise UnrecognisedError(f"the mask {core.mask.name} depends on more than lengths and positions")
-    mask = np.broadcast_to(content, np.broadcast_shapes(content.shape, (1, 1, probe.tokens, total)))
+        raise UnrecognisedError(f"the mask {value.name} depends on more than lengths and positions")
+    shape = (1, 1, probe.tokens, probe.past + probe.tokens)
+    mask = np.broadcast_to(content, np.broadcast_shapes(content.shape, shape))
     if mask.dtype != bool:
         if not np.isin(mask[mask > MASKED_BELOW], (0,)).all():
-            raise UnrecognisedError(f"the mask {core.mask.name} adds a bias to the scores")
+            raise UnrecognisedError(f"the mask {value.name} adds a bias to the scores")
         mask = mask > MASKED_BELOW
     if not (mask == mask[:1, :1]).all():
-        raise UnrecognisedError(f"the mask {core.mask.name} differs between heads")
-    both: Array = visible & mask[0, 0]
-    return both
+        raise UnrecognisedError(f"the mask {value.name} differs between heads")
+    shown: Array = mask[0, 0]
+    return shown
 
 
 def prove(core: AttentionCore, draft: Draft, window: int | None) -> None:
     """Evaluate the export's nodes of this core on random numbers and compare. Raises UnrecognisedError."""
+    if core.is_stated:
+        return
     inputs = _random_inputs(core)
     given = draft.step_facts(PROOF_TOKENS, PROOF_PAST) | {value: of_array(array) for value, array in inputs.items()}
     needed = ancestors([core.output], inputs.__contains__)
@@ -168,6 +196,10 @@ def _expected(core: AttentionCore, inputs: Mapping[ir.Value, Array], window: int
     if core.softcap:
         scores = core.softcap * np.tanh(scores / core.softcap)
     scores = np.where(causal_mask(PROOF_TOKENS, PROOF_PAST, window), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    result: Array = weights / weights.sum(-1, keepdims=True) @ np.repeat(value, group, axis=1)
+    highest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(-1, keepdims=True)
+    if core.sinks is not None:
+        total = total + np.exp(core.sinks[None, :, None, None].astype(np.float64) - highest)
+    result: Array = weights / total @ np.repeat(value, group, axis=1)
     return result if core.is_heads_first else result.swapaxes(1, 2).reshape(1, PROOF_TOKENS, -1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from residentd_build.draft import descendants
-from residentd_build.recognise.core import AttentionCore, Probe, UnrecognisedError, scalar
+from residentd_build.recognise.core import MASKED_BELOW, AttentionCore, Probe, UnrecognisedError, scalar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,9 +16,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from residentd_build.draft import Cache
+    from residentd_build.facts import Array
 
 FENCES = frozenset({"MatMul", "Softmax", "Shape"})
 PLAIN = frozenset({"Cast", "Identity", "Dropout"})
+MASKS_MAX = 2
 STEPS_MAX = 64
 """Nodes between two matrix products: exporters write up to 12; more is not an attention core."""
 
@@ -28,14 +32,16 @@ class _Scores:
     scale: float = 1.0
     cap_inner: float = 1.0  # divisors before Tanh
     cap_outer: float = 0.0  # factors after Tanh; 0: no Tanh
-    mask: ir.Value | None = None
+    masks: tuple[ir.Value, ...] = ()
+    sinks: Array | None = None  # [heads], one more score of each query
     has_softmax: bool = False
     has_tanh: bool = False
+    drops_last: bool = False  # the weight of the sink is cut off again
 
 
 def recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore | None:
     """The core between this cache's two Concat nodes and the product with the values, or None if there are none."""
-    key_join, value_join = _join(cache.past_key), _join(cache.past_value)
+    key_join, value_join = join_of(cache.past_key), join_of(cache.past_value)
     if key_join is None or value_join is None:
         return None
     product, keys_side = _score_product(key_join.outputs[0])
@@ -53,8 +59,8 @@ def recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore | None:
     return AttentionCore(
         cache=cache,
         query=query,
-        key=_other_input(key_join, cache.past_key),
-        value=_other_input(value_join, cache.past_value),
+        key=joined_with(key_join, cache.past_key),
+        value=joined_with(value_join, cache.past_value),
         output=result.outputs[0],
         present_key=key_join.outputs[0],
         present_value=value_join.outputs[0],
@@ -64,19 +70,21 @@ def recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore | None:
         * key_factor
         * (scores.cap_outer / scores.cap_inner if scores.has_tanh else 1.0),
         softcap=scores.cap_outer,
-        mask=scores.mask,
+        mask=scores.masks[0] if scores.masks else None,
+        second_mask=scores.masks[1] if len(scores.masks) > 1 else None,
         is_causal=False,
         is_heads_first=True,
+        sinks=scores.sinks,
     )
 
 
-def _join(past: ir.Value) -> ir.Node | None:
+def join_of(past: ir.Value) -> ir.Node | None:
     """The Concat that appends the new keys (or values) to the cached ones."""
     joins = [node for node in past.consumers() if node.op_type == "Concat" and len(node.inputs) == 2]
     return joins[0] if len(joins) == 1 and joins[0].inputs[0] is past else None
 
 
-def _other_input(join: ir.Node, past: ir.Value) -> ir.Value:
+def joined_with(join: ir.Node, past: ir.Value) -> ir.Value:
     (other,) = (value for value in join.inputs if value is not past)
     assert other is not None
     return other
@@ -103,7 +111,7 @@ def _value_product(values: ir.Value) -> ir.Node:
 
 def _read_scores(weights: ir.Value, product: ir.Node, probes: Sequence[Probe]) -> _Scores:
     """Walk from the softmax weights back to the score product, collecting what each node does."""
-    from_product = descendants(product.outputs[0])
+    from_product = descendants(product.outputs[0], frozenset({"Shape"}))
     found = _Scores()
     value = weights
     for _ in range(STEPS_MAX):
@@ -117,6 +125,8 @@ def _read_scores(weights: ir.Value, product: ir.Node, probes: Sequence[Probe]) -
         raise UnrecognisedError(f"more than {STEPS_MAX} nodes lie between {product.name} and {weights.name}")
     if not found.has_softmax:
         raise UnrecognisedError(f"no Softmax lies between {product.name} and {weights.name}")
+    if found.drops_last != (found.sinks is not None):
+        raise UnrecognisedError(f"a score is added or dropped between {product.name} and {weights.name}, not both")
     return found
 
 
@@ -127,6 +137,8 @@ def _step_back(
     others = [value for value in node.inputs if value is not None and value not in from_product]
     if node.op_type == "Where" and len(scores) == 2 and _is_nan_guard(node):
         scores = scores[-1:]
+    if found.has_softmax and _subtracts_its_maximum(node):
+        return found, scores[0]  # which softmax does by itself
     if len(scores) != 1:
         raise UnrecognisedError(f"node {node.name} ({node.op_type}) is unexpected between scores and values")
     if node.op_type == "Softmax" and not found.has_softmax:
@@ -135,6 +147,8 @@ def _step_back(
         return found, scores[0]
     if found.has_softmax:
         return _before_softmax(found, node, others, probes), scores[0]
+    if node.op_type == "Slice" and _drops_last(node, probes):
+        return replace(found, drops_last=True), scores[0]
     raise UnrecognisedError(f"node {node.name} ({node.op_type}) is unexpected after the softmax")
 
 
@@ -148,9 +162,46 @@ def _before_softmax(found: _Scores, node: ir.Node, others: Sequence[ir.Value], p
     if node.op_type == "Tanh" and not found.has_tanh:
         # What was read so far as a scale multiplies the Tanh: it is the cap.
         return replace(found, has_tanh=True, cap_outer=found.scale, scale=1.0)
-    if node.op_type == "Add" and found.mask is None and not found.has_tanh:
-        return replace(found, mask=others[0])
+    has_room = len(found.masks) < MASKS_MAX and not found.has_tanh
+    if node.op_type == "Add" and has_room:
+        return replace(found, masks=(*found.masks, others[0]))
+    if node.op_type == "Where" and has_room and _hides(node, others, probes):
+        return replace(found, masks=(*found.masks, others[0]))
+    is_first = not found.masks and found.sinks is None and not found.has_tanh and found.scale == 1.0
+    if node.op_type == "Concat" and len(others) == 1 and node.inputs[-1] is others[0] and is_first:
+        return replace(found, sinks=_sinks(others[0], probes))
     raise UnrecognisedError(f"node {node.name} ({node.op_type}) is unexpected between scores and softmax")
+
+
+def _hides(node: ir.Node, others: Sequence[ir.Value], probes: Sequence[Probe]) -> bool:
+    """Where(visible, scores, a number below all scores), as GPT-2 masked when it kept a triangle among its weights."""
+    low = scalar(others[-1], probes)
+    return list(others) == [node.inputs[0], node.inputs[2]] and low is not None and low <= MASKED_BELOW
+
+
+def _sinks(value: ir.Value, probes: Sequence[Probe]) -> Array:
+    """Float32 [heads] of a score that is the same for every query, [1, heads, tokens, 1]."""
+    contents = [probe.trace.content(value) for probe in probes]
+    found = contents[0]
+    if found is None or found.ndim != 4 or found.shape[3] != 1:
+        raise UnrecognisedError(f"{value.name} lengthens the scores by more than one constant for each head")
+    sinks = found[0, :, 0, 0]
+    for content in contents:
+        if content is None or content.shape[3:] != (1,) or not (content == sinks[None, :, None, None]).all():
+            raise UnrecognisedError(f"{value.name} lengthens the scores by what is not the same for every query")
+    return sinks.astype(np.float32)
+
+
+def _drops_last(node: ir.Node, probes: Sequence[Probe]) -> bool:
+    """x[:, :, :, :-1]."""
+    values = [scalar(value, probes) for value in node.inputs[1:]]
+    return len(values) >= 3 and values[:2] == [0.0, -1.0] and values[2] in {-1.0, 3.0} and values[3:] in ([], [1.0])
+
+
+def _subtracts_its_maximum(node: ir.Node) -> bool:
+    """Whether it is x - max(x), as the eager form of attention sinks has it."""
+    highest = node.inputs[1].producer() if node.op_type == "Sub" and node.inputs[1] is not None else None
+    return highest is not None and highest.op_type == "ReduceMax" and highest.inputs[0] is node.inputs[0]
 
 
 def _is_nan_guard(node: ir.Node) -> bool:

@@ -78,8 +78,8 @@ def bottlenecks(value: ir.Value, around: Surroundings) -> Iterator[ir.Value]:
     """Values through which all that `value` takes from the tokens passes, nearest first."""
     frontier = {value}
     for _ in range(LOOK_BACK_NODES_MAX):
-        if any(item.producer() is None for item in frontier):
-            return  # a graph input: nothing lies before it
+        if not frontier or any(item.producer() is None for item in frontier):
+            return  # nothing comes from the tokens, or straight from a graph input: nothing lies before it
         latest = max((node for item in frontier if (node := item.producer()) is not None), key=around.order.__getitem__)
         frontier -= set(latest.outputs)
         frontier |= {item for item in latest.inputs if item is not None and around.depends_on_tokens(item)}

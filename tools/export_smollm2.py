@@ -235,12 +235,10 @@ class DecoderGraph:
             self._cache_pair("past_key_values", layer, "past_sequence_length") for layer in range(self._shape.layers)
         ]
         embedding = self._weight("model.embed_tokens.weight", "token_embd.weight")
-        cos, sin = self._rotary_tables()
-        shared = Shared(self._attention_mask(ids, mask), positions, cos, sin)
-        hidden = self._op("Gather", [embedding, ids], "/model/embed_tokens/Gather")
+        hidden = self._embed(embedding, ids)
         present: list[ir.Value] = []
-        for layer, pair in enumerate(past):
-            hidden, *new_pair = self._layer(layer, hidden, pair, shared)
+        for layer, shared in enumerate(self._shared(ids, mask, positions)):
+            hidden, *new_pair = self._layer(layer, hidden, past[layer], shared)
             present += new_pair
         hidden = self._norm(hidden, "model.norm", "output_norm.weight")
         graph = ir.Graph(
@@ -252,6 +250,15 @@ class DecoderGraph:
             name="main_graph",
         )
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="residentd export_smollm2")
+
+    def _embed(self, embedding: ir.Value, ids: ir.Value) -> ir.Value:
+        return self._op("Gather", [embedding, ids], "/model/embed_tokens/Gather")
+
+    def _shared(self, ids: ir.Value, mask: ir.Value, positions: ir.Value) -> list[Shared]:
+        """What each layer reads besides the hidden state."""
+        allowed = self._attention_mask(mask, *self._places(ids, mask))
+        shared = Shared(allowed, positions, *self._rotary_tables(self._shape.rope_base))
+        return [shared] * self._shape.layers
 
     def _op(
         self, op: str, inputs: Sequence[ir.Value | None], name: str, attributes: Mapping[str, Any] | None = None
@@ -284,34 +291,37 @@ class DecoderGraph:
             self._constants[name] = self._tape.initializer(ir.tensor(np.array(values, np.int64), name=name), name)
         return self._constants[name]
 
-    def _attention_mask(self, ids: ir.Value, mask: ir.Value) -> ir.Value:
-        """Which key each query may see: bool [batch, 1, sequence, past + sequence].
-
-        A query sees the keys up to itself that are not padding, and always itself: so the row of a padding query is
-        never empty. The softmax of an empty row has no agreed value, and a NaN would reach later tokens as 0 * NaN.
-        """
+    def _places(self, ids: ir.Value, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Where the keys [past + sequence] and the queries [sequence, 1] stand, padding counted."""
         zero, one = self._integers("zero", 0), self._integers("one", 1)
         sequence = self._op("Gather", [self._op("Shape", [ids], "/mask/ids/Shape"), one], "/mask/sequence")
         total = self._op("Gather", [self._op("Shape", [mask], "/mask/mask/Shape"), one], "/mask/total")
         past = self._op("Sub", [total, sequence], "/mask/past")
         key = self._op("Range", [zero, total, one], "/mask/key")
         query = self._op("Range", [past, total, one], "/mask/query/Range")
-        query = self._op("Unsqueeze", [query, self._integers("axis_1", [1])], "/mask/query/Unsqueeze")
+        return key, self._op("Unsqueeze", [query, self._integers("axis_1", [1])], "/mask/query/Unsqueeze")
+
+    def _attention_mask(self, mask: ir.Value, key: ir.Value, query: ir.Value) -> ir.Value:
+        """Which key each query may see: bool [batch, 1, sequence, past + sequence].
+
+        A query sees the keys up to itself that are not padding, and always itself: so the row of a padding query is
+        never empty. The softmax of an empty row has no agreed value, and a NaN would reach later tokens as 0 * NaN.
+        """
         causal = self._op("LessOrEqual", [key, query], "/mask/causal")
         itself = self._op("Equal", [key, query], "/mask/itself")
         token = self._op("Cast", [mask], "/mask/token/Cast", {"to": ir.DataType.BOOL})
         token = self._op("Unsqueeze", [token, self._integers("axes_1_2", [1, 2])], "/mask/token/Unsqueeze")
         return self._op("And", [self._op("Or", [token, itself], "/mask/token_or_itself"), causal], "/mask/And")
 
-    def _rotary_tables(self) -> tuple[ir.Value, ir.Value]:
+    def _rotary_tables(self, base: float, prefix: str = "") -> tuple[ir.Value, ir.Value]:
         """cos and sin of every angle, [context, head_dim / 2].
 
         Each step is rounded to float32, as in transformers: at position 8,000 exact angles would be 5e-4 from its own.
         """
         exponents = np.arange(0, self._shape.head_dim, 2) / self._shape.head_dim
-        frequencies = np.float32(1) / np.power(self._shape.rope_base, exponents).astype(np.float32)
+        frequencies = np.float32(1) / np.power(base, exponents).astype(np.float32)
         angles = np.arange(self._shape.context, dtype=np.float32)[:, None] * frequencies
-        tables = {"cos_cache": np.cos(angles), "sin_cache": np.sin(angles)}
+        tables = {f"{prefix}cos_cache": np.cos(angles), f"{prefix}sin_cache": np.sin(angles)}
         cos, sin = (self._tape.initializer(ir.tensor(table, name=name), name) for name, table in tables.items())
         return cos, sin
 
@@ -355,14 +365,17 @@ class DecoderGraph:
 
     def _linear(self, hidden: ir.Value, layer: int, source: str) -> ir.Value:
         """hidden [.., in] times a block's matrix, which is stored transposed [in, out]: what MatMul wants."""
-        heads = {"attn_q": self._shape.heads, "attn_k": self._shape.kv_heads}.get(source)
         module = f"model.layers.{layer}.{BLOCK_MATRICES[source]}"
 
         def change(matrix: Weights) -> Weights:
-            return (rotate_half_order(matrix, heads) if heads else matrix).T
+            return self._hugging_face_rows(matrix, source).T
 
         weight = self._weight(f"{module}.weight", f"blk.{layer}.{source}.weight", change)
         return self._op("MatMul", [hidden, weight], node_path(module) + "/MatMul")
+
+    def _hugging_face_rows(self, matrix: Weights, source: str) -> Weights:
+        heads = {"attn_q": self._shape.heads, "attn_k": self._shape.kv_heads}.get(source)
+        return rotate_half_order(matrix, heads) if heads else matrix
 
     def _norm(self, hidden: ir.Value, module: str, source: str) -> ir.Value:
         attributes = {"axis": -1, "epsilon": self._shape.norm_epsilon}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import resource
 import signal
 import sys
 import traceback
@@ -23,21 +24,33 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
-from residentd.errors import AccuracyError, MachineError, OperatorError, ResidentError, SourceError
+from residentd.errors import AccuracyError, MachineError, OperatorError, ResidentError, SourceError, StoreError
+from residentd.models.environment import TEXT_LIBRARIES, engine_environment, library_versions
 from residentd.models.registry import Registry
 from residentd.models.store import Store
-from residentd_build.options import SLOTS_DEFAULT, STEP_TOKENS_DEFAULT, Options, OptionsError
+from residentd_build.options import (
+    AUTO,
+    KINDS,
+    MODES,
+    SLOTS_DEFAULT,
+    STEP_TOKENS_DEFAULT,
+    Options,
+    OptionsError,
+    Weights,
+)
+from residentd_build.precision import BLOCKS, CHOICES, PRECISIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
 
     from residentd.models.manifest import Manifest
 
 EXIT_CANCELLED = 130
 # Most specific first: the first type that an error is an instance of decides.
-KINDS: tuple[tuple[type[ResidentError], str], ...] = (
+FAULTS: tuple[tuple[type[ResidentError], str], ...] = (
     (SourceError, "source"),
     (AccuracyError, "accuracy"),
     (OptionsError, "usage"),
@@ -72,7 +85,9 @@ class Reporter:
             self._write(installed_event(manifest, number, is_active=is_active))
             return
         agreement = manifest.agreement
-        for line in manifest.build.passes:
+        for line in (*manifest.build.passes, *manifest.build.candidates):
+            print(f"      {line}")
+        for line in _figures(manifest):
             print(f"      {line}")
         print(
             f"100%  installed {manifest.name}@{number}, digest {manifest.digest[:12]}: largest logit difference to the "
@@ -98,13 +113,32 @@ def _as_utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def _figures(manifest: Manifest) -> Iterator[str]:
+    """Quality and cost, for a person."""
+    quality, cost = manifest.quality, manifest.cost
+    if quality is not None:
+        yield (
+            f"quality: KL {quality.kl_mean:.2g} of {quality.kl_bound:g} allowed, perplexity {quality.perplexity:.4g} "
+            f"(export {quality.perplexity_export:.4g}), same first choice at {quality.top1:.1%} of "
+            f"{quality.positions:,} positions"
+        )
+    if cost is not None:
+        yield (
+            f"cost: {cost.file_bytes >> 20:,} MiB, {cost.memory_bytes >> 20:,} MiB to load; tokens/s: "
+            f"{cost.decode_1_tokens_per_s:.1f} for one sequence, {cost.decode_8_tokens_per_s:.1f} for eight, "
+            f"{cost.prefill_tokens_per_s:.0f} of prompt"
+        )
+
+
 def installed_event(manifest: Manifest, number: int, *, is_active: bool) -> dict[str, Any]:
     """Everything that a listing of the version shows."""
     engine, agreement = manifest.content.engine, msgspec.to_builtins(manifest.agreement)
+    measured = {"quality": manifest.quality, "cost": manifest.cost}
     return {
         "event": "installed",
         "name": manifest.name,
         "version": number,
+        "kind": manifest.content.kind,
         "digest": manifest.digest,
         "architecture": manifest.content.architecture,
         "target": engine.target,
@@ -120,6 +154,9 @@ def installed_event(manifest: Manifest, number: int, *, is_active: bool) -> dict
         "agreement": agreement,
         "seconds": manifest.build.seconds,
         "passes": list(manifest.build.passes),
+        "weights": engine.weights,
+        "candidates": list(manifest.build.candidates),
+        **{name: msgspec.to_builtins(value) for name, value in measured.items() if value is not None},
     }
 
 
@@ -131,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _install(parsed, reporter)
     except ResidentError as error:
-        kind = next((name for kind, name in KINDS if isinstance(error, kind)), "internal")
+        kind = next((name for fault, name in FAULTS if isinstance(error, fault)), "internal")
         reporter.failed(kind, error)
         return EXIT_BY_KIND[kind]
     except MemoryError:
@@ -148,8 +185,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _install(parsed: argparse.Namespace, reporter: Reporter) -> None:
-    options = Options(parsed.name, parsed.context, parsed.slots, parsed.step_tokens)
-    from residentd_build.pipeline import build  # noqa: PLC0415 - a wrong option is refused before a second of imports
+    weights = Weights(parsed.precision, parsed.block, parsed.symmetric, parsed.embedding, parsed.head, parsed.kl_max)
+    options = Options(
+        parsed.name,
+        parsed.context,
+        parsed.slots,
+        parsed.step_tokens,
+        weights,
+        parsed.mode,
+        parsed.variant,
+        parsed.kind,
+        tuple(parsed.shapes or ()),
+    )
+    from residentd_build.kinds import build  # noqa: PLC0415 - a wrong option is refused before a second of imports
 
     store = Store(parsed.state)
     with contextlib.closing(Registry(parsed.state)) as registry:
@@ -160,7 +208,30 @@ def _install(parsed: argparse.Namespace, reporter: Reporter) -> None:
             _ignore_signals()
             store.publish(stage, manifest)
             version = registry.add_version(manifest.name, manifest.digest, activate=not parsed.keep_active)
+            _record_check(registry, manifest, version)
     reporter.installed(manifest, version, is_active=not parsed.keep_active)
+
+
+def _record_check(registry: Registry, manifest: Manifest, number: int) -> None:
+    """What the build has shown is the version's first check. It is installed without it, too: a load checks again."""
+    from residentd_build.goldens import parts_of  # noqa: PLC0415 - with numpy, as the build
+
+    version = registry.resolve(f"{manifest.name}@{number}")
+    environment = engine_environment() | library_versions(TEXT_LIBRARIES)
+    with contextlib.suppress(StoreError):
+        registry.record_check(version, "install", parts_of(manifest.content), environment)
+
+
+def take_only_what_is_free() -> None:
+    """Whatever a source asks for, no more memory than is free now: what is served beside this build must go on.
+
+    An allocation beyond it fails here. Should the kernel have to choose all the same, it chooses this process first.
+    """
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (free if hard == resource.RLIM_INFINITY else min(free, hard), hard))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _cancel(_number: int, _frame: FrameType | None) -> None:
@@ -187,10 +258,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step-tokens", type=int, default=STEP_TOKENS_DEFAULT, metavar="N", help="tokens in one step (%(default)s)"
     )
+    parser.add_argument(
+        "--mode",
+        default=AUTO,
+        metavar="|".join(MODES),
+        help="canonical: or refuse it; compatibility: run it as it was exported; auto: so if it must be (%(default)s)",
+    )
+    parser.add_argument("--variant", metavar="FILE", help="which of several ONNX files (the least quantised)")
+    parser.add_argument(
+        "--kind", default=AUTO, metavar="|".join(KINDS), help="what it is; auto: by what it shows (%(default)s)"
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        dest="shapes",
+        metavar="INPUT=1x3x48x320",
+        help="sizes to verify a tensor model's input with (found by trying); repeatable",
+    )
+    _add_weight_options(parser.add_argument_group("weights"))
     parser.add_argument("--keep-active", action="store_true", help="leave the model's active version as it is")
     parser.add_argument("--json", action="store_true", help="one JSON event a line on stdout")
     return parser
 
 
+def _add_weight_options(group: argparse._ArgumentGroup) -> None:
+    # No `choices`: what is wrong with a value is said in the last event, as with every other option.
+    group.add_argument(
+        "--precision",
+        metavar="|".join((*PRECISIONS, AUTO)),
+        help="auto: the fastest here within the bound (fp32, or as a quantised export has its weights)",
+    )
+    blocks = "|".join(str(block) for block in sorted({block for possible in BLOCKS.values() for block in possible}))
+    group.add_argument(
+        "--block", type=int, metavar=blocks, help="weights that share a scale; 0: all of an output channel, int8 only"
+    )
+    group.add_argument("--symmetric", action="store_true", default=None, help="weights without a zero point")
+    group.add_argument("--asymmetric", action="store_false", dest="symmetric", help="weights with one a block")
+    group.add_argument("--embedding", metavar="|".join(CHOICES), help="format of the token embedding")
+    group.add_argument("--head", metavar="|".join(CHOICES), help="format of the output head")
+    group.add_argument(
+        "--kl-max", type=float, metavar="NATS", help="mean KL divergence from the export allowed (by precision)"
+    )
+
+
 if __name__ == "__main__":
+    take_only_what_is_free()
     sys.exit(main())

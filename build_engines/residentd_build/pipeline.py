@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import onnx_ir as ir
 import psutil
 
-from residentd.backend.onnxruntime import LOAD_PEAK_FACTOR, MemoryNeed, memory_need
-from residentd.errors import Finding, MachineError, OperatorError, SourceError, StoreError
+from residentd.backend.modes import memory_need
+from residentd.backend.onnxruntime import LOAD_PEAK_FACTOR, MemoryNeed
+from residentd.errors import CallerError, Finding, MachineError, OperatorError, SourceError, StoreError
 from residentd.models.manifest import (
     SCHEMA,
     Agreement,
     Build,
     CacheTensor,
+    ChatGolden,
     Content,
     Engine,
     EngineLimits,
@@ -28,39 +30,32 @@ from residentd.models.manifest import (
     content_digest,
 )
 from residentd.models.store import measure_files
+from residentd.text.goldens import record_chats, record_texts
 from residentd.text.model import TextModel
-from residentd.text.tokenizer import Tokenizer
+from residentd_build import compatibility, reference
+from residentd_build.arrived import arrived, refuse_other
+from residentd_build.candidates import FLOATS, Chosen, Workshop, choose
 from residentd_build.draft import Draft, draft_from_model
+from residentd_build.engine_files import ENGINE_FILE, write_files
 from residentd_build.fingerprint import machine, tool_versions
 from residentd_build.foreign import refusing
 from residentd_build.lower import onnxruntime as lower
-from residentd_build.options import CONTEXT_MIN, Options
+from residentd_build.options import CONTEXT_MIN, Options, Weights
 from residentd_build.passes import CANONICALISE, FUSE
+from residentd_build.passes.widen import NARROW, stored_precision
+from residentd_build.progress import Progress, StageProgress, part_of, stage_of
+from residentd_build.quality import passages_of, record_bytes, record_export
 from residentd_build.source import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Source
 from residentd_build.validate import validate
-from residentd_build.verify import VerifyResult, verify
+from residentd_build.verify import Export, VerifyResult, verify
 
 ENGINE_DIRECTORY = "engine"
-ENGINE_FILE = "model.onnx"
-WEIGHTS_FILE = "weights.bin"
-WEIGHTS_INLINE_BYTES_MAX = 1024
-WEIGHTS_ALIGNMENT = 1 << 16  # the largest page size in use, so that each matrix can be mapped by itself
+RECORD_SHARE = 0.2  # of measuring
+RECORD_FILE = "export.f32"  # what the export answered, until the build is measured; never published
+AUTO_ROOM = 0.4  # of the weights as exported: int8 with a scale for every 32 weights, and room to spare
 PROTO_OVERHEAD_BYTES = 32 << 20  # graph file, manifest and directories, beside weights and tokenizer
 # Where the whole stands when a stage begins; shares of a SmolLM2-135M build.
-STAGES = {"validate": 0.0, "canonicalise": 0.1, "lower": 0.2, "verify": 0.35, "publish": 0.95}
-GOLDEN_TEXTS = (
-    "Hello, world!",
-    "  two  spaces\tand a tab\n\nand lines",
-    "Ünïcödé, 你好, こんにちは, 안녕, мир, שלום",
-    "emoji 😀👩‍💻 and digits 0123456789",
-    "def f(x):\n    return x ** 2  # comment",
-)
-
-
-class Progress(Protocol):
-    """Told how far the whole build is, 0 to 1, and in which stage."""
-
-    def __call__(self, stage: str, fraction: float, message: str) -> None: ...
+STAGES = {"validate": 0.0, "canonicalise": 0.02, "lower": 0.03, "verify": 0.06, "measure": 0.6, "publish": 0.97}
 
 
 class Room(Protocol):
@@ -73,31 +68,111 @@ def build(directory: Path, stage: Path, options: Options, progress: Progress, ch
     """Compile `directory` into `stage` and verify it. Raises SourceError, AccuracyError, MachineError."""
     started = time.monotonic()
     progress("validate", STAGES["validate"], f"reading {directory}")
-    source = validate(directory, context=options.context)
-    with refusing("compiled"):
-        draft = draft_from_model(
-            source.model, context=options.context_for(source.context_max), step_tokens=options.step_tokens
-        )
-    check_memory(describe_engine(draft, source, options), _weight_bytes(source), stage)
-    lines = rewrite(draft, progress)
-    check_room(_bytes_needed(source))
+    source = validate(directory, context=options.context, variant=options.variant)
+    compiled = compile_source(source, stage, options, progress)
+    draft, engine = compiled.draft, compiled.engine
+    check_room(_bytes_needed(source, options))
+    compared = ""
+    if engine.mode == "canonical":
+        with refusing("compiled"):
+            report = stage_of(progress, "lower", STAGES["lower"], STAGES["lower"])
+            source, compared = reference.prepare(source, stage, engine.limits.context, report)
     with refusing("compiled"):
         write_text(source, stage)
         check_text(source, stage)
         write_engine(draft, stage, progress)
-    engine = describe_engine(draft, source, options)
+    if engine.mode == "compatibility":
+        source, compared = reference.prepare_as_exported(source, stage / engine.path)
     progress("verify", STAGES["verify"], "comparing the engine with its export")
     verified = verify(source, stage, engine, _within("verify", progress))
+    chosen = measure(draft, source, stage, options, engine=engine, verified=verified, progress=progress)
+    shutil.rmtree(stage / reference.DIRECTORY, ignore_errors=True)
     progress("publish", STAGES["publish"], "measuring the files")
-    content = describe_content(source, engine, verified, stage)
+    content = describe_content(source, chosen, stage)
     history = Build(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         tool_versions=tool_versions() | dict(machine()),
         source_sha256=source.sha256,
         seconds=round(time.monotonic() - started, 3),
-        passes=tuple(lines),
+        passes=tuple(line for line in (source.chosen, *compiled.lines, compared, *chosen.lines) if line),
+        candidates=chosen.candidates,
     )
-    return seal(content, verified.agreement, history, options.name)
+    sealed = seal(content, verified.agreement, history, options.name)
+    return msgspec.structs.replace(sealed, quality=chosen.quality, cost=chosen.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What goes to the stage. `lines` say what was done, one for each pass."""
+
+    draft: Draft
+    engine: Engine
+    lines: tuple[str, ...]
+
+
+def compile_source(source: Source, stage: Path, options: Options, progress: Progress) -> Compiled:
+    """In the canonical form if that can be and is not ruled out, else as it was exported. Raises SourceError."""
+    refuse_other(arrived(source.model), options)
+    reasons = compatibility.reasons_before(source, options)
+    model = source.model
+    if not reasons:
+        # The passes rewrite in place. A copy of the graph shares the weights.
+        own = replace(source, model=model.clone())
+        try:
+            return _compile_canonical(own, stage, options, progress)
+        except SourceError as error:
+            reasons = error.findings
+    compatibility.check_possible(source, reasons, options)
+    draft = compatibility.draft_as_it_is(source, model.clone(), options)
+    engine = msgspec.structs.replace(
+        describe_engine(draft, source, options),
+        mode="compatibility",
+        mode_reason=compatibility.reason_of(reasons),
+        precision=compatibility.precision_of(model),
+        states=source.states,
+    )
+    check_memory(engine, _weight_bytes(source), stage)
+    return Compiled(draft, engine, (compatibility.describe(engine), *compatibility.separate(draft, reasons)))
+
+
+def _compile_canonical(source: Source, stage: Path, options: Options, progress: Progress) -> Compiled:
+    with refusing("compiled"):
+        draft = draft_from_model(
+            source.model, context=options.context_for(source.context_max), step_tokens=options.step_tokens
+        )
+    check_memory(describe_engine(draft, source, options), _weight_bytes(source), stage)
+    found = arrived(source.model)
+    lines = rewrite(draft, progress)
+    engine = describe_engine(draft, source, options)
+    if found is not None:
+        engine = msgspec.structs.replace(engine, precision=found.precision, weights=f"as exported: {found.description}")
+    return Compiled(draft, engine, tuple(lines))
+
+
+def measure(
+    draft: Draft,
+    source: Source,
+    stage: Path,
+    options: Options,
+    *,
+    engine: Engine,
+    verified: VerifyResult,
+    progress: Progress,
+) -> Chosen:
+    """Let the export read the text, then make and measure the build that the options ask for."""
+    record = stage / RECORD_FILE
+    passages = passages_of(source, engine.limits.context)
+    whole = part_of(progress, STAGES["measure"], STAGES["publish"])
+    reading = stage_of(whole, "measure", 0.0, RECORD_SHARE)
+    recorded = record_export(Export(source.model_path, source.model_states), passages, record, reading)
+    if engine.mode == "compatibility" or engine.precision not in FLOATS:
+        options = replace(options, weights=Weights(kl_max=options.weights.kl_max))  # as it is, whatever auto could make
+    elif options.weights == Weights(kl_max=options.weights.kl_max):  # nothing was asked for: 16 bits stay 16 bits
+        options = replace(options, weights=replace(options.weights, precision=stored_precision(source.model)))
+    workshop = Workshop(draft, stage, options, verified, recorded)
+    chosen = choose(workshop, engine, part_of(whole, RECORD_SHARE, 1.0))
+    record.unlink()
+    return chosen
 
 
 def rewrite(draft: Draft, progress: Progress) -> list[str]:
@@ -117,7 +192,7 @@ def rewrite(draft: Draft, progress: Progress) -> list[str]:
 
 def check_memory(engine: Engine, weight_bytes: int, stage: Path) -> None:
     """Raise MachineError if this machine, all of it, could not load `engine`. Makes the engine's empty directory."""
-    (stage / ENGINE_DIRECTORY).mkdir()
+    (stage / ENGINE_DIRECTORY).mkdir(exist_ok=True)
     total = psutil.virtual_memory().total
 
     def need(limits: EngineLimits) -> MemoryNeed:
@@ -149,31 +224,17 @@ def write_text(source: Source, stage: Path) -> None:
 
 
 def check_text(source: Source, stage: Path) -> None:
-    """Load the staged files as the daemon will, golden texts included. Raises SourceError."""
+    """Load the staged files as the daemon will, goldens included. Raises SourceError."""
     try:
-        TextModel.load(_describe_text(source), stage).verify(_text_goldens(source.text.tokenizer_json))
-    except (OperatorError, StoreError) as error:
+        _text_goldens(source, stage)
+    except (CallerError, OperatorError, StoreError) as error:
         remedy = "Save the tokenizer again with transformers' save_pretrained, from the model's own tokenizer"
         raise SourceError([Finding(str(error), TOKENIZER_FILE, remedy)]) from error
 
 
 def write_engine(draft: Draft, stage: Path, progress: Progress) -> None:
-    """Graph and weights; the weights pass through one tensor at a time, out of the source's mapping."""
-    directory = stage / ENGINE_DIRECTORY
-    directory.mkdir(exist_ok=True)
-    report = _within("lower", progress)
-
-    def written(_tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
-        report(info.index / max(info.total, 1), f"writing weights, {info.index + 1:,} of {info.total:,}")
-
-    ir.save(
-        draft.model,
-        directory / ENGINE_FILE,
-        external_data=WEIGHTS_FILE,
-        size_threshold_bytes=WEIGHTS_INLINE_BYTES_MAX,
-        alignment=WEIGHTS_ALIGNMENT,
-        callback=written,
-    )
+    """Graph and weights of the engine that is verified."""
+    write_files(draft, stage / ENGINE_DIRECTORY, _within("lower", progress))
 
 
 def describe_engine(draft: Draft, source: Source, options: Options) -> Engine:
@@ -197,16 +258,19 @@ def describe_engine(draft: Draft, source: Source, options: Options) -> Engine:
     )
 
 
-def describe_content(source: Source, engine: Engine, verified: VerifyResult, stage: Path) -> Content:
+def describe_content(source: Source, chosen: Chosen, stage: Path) -> Content:
     """Everything that decides an answer, over the files that are in `stage` now."""
+    texts, chats = _text_goldens(source, stage)
     return Content(
         architecture=source.architecture,
-        engine=engine,
+        engine=chosen.engine,
         text=_describe_text(source),
         sampling=source.sampling,
-        goldens=verified.goldens,
-        text_goldens=_text_goldens(source.text.tokenizer_json),
+        goldens=chosen.goldens,
+        text_goldens=texts,
         files=measure_files(stage),
+        chat_goldens=chats,
+        tolerance=chosen.tolerance,
     )
 
 
@@ -228,38 +292,31 @@ def _describe_text(source: Source) -> Text:
     )
 
 
-def _text_goldens(tokenizer_json: bytes) -> tuple[TextGolden, ...]:
-    """Plain encodings, without what the tokenizer adds or cuts by itself."""
-    tokenizer = Tokenizer(tokenizer_json)
-    return tuple(TextGolden(text=text, ids=tuple(tokenizer.encode(text, specials=False))) for text in GOLDEN_TEXTS)
+def _text_goldens(source: Source, stage: Path) -> tuple[tuple[TextGolden, ...], tuple[ChatGolden, ...]]:
+    model = TextModel.load(_describe_text(source), stage)
+    return record_texts(model), record_chats(model)
 
 
-def _bytes_needed(source: Source) -> int:
-    return _weight_bytes(source) + len(source.text.tokenizer_json) + PROTO_OVERHEAD_BYTES
+def _bytes_needed(source: Source, options: Options) -> int:
+    """At the fullest moment: the verified engine, the export's record, and with auto the next candidate beside them."""
+    engines = _weight_bytes(source) * (
+        1 + reference.is_needed(source.model) + AUTO_ROOM * (len(options.weights.schemes()) > 1)
+    )
+    record = record_bytes(source, options.context_for(source.context_max))
+    return int(engines) + record + len(source.text.tokenizer_json) + PROTO_OVERHEAD_BYTES
 
 
 def _weight_bytes(source: Source) -> int:
-    values = source.model.graph.initializers.values()
-    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
+    """As the engine holds them: 16 bits are widened when it is loaded."""
+    tensors = [value.const_value for value in source.model.graph.initializers.values()]
+    return sum(tensor.nbytes * (1 + (tensor.dtype in NARROW)) for tensor in tensors if tensor is not None)
 
 
 def _mib(count: int) -> str:
     return f"{count >> 20:,}"
 
 
-class StageProgress(Protocol):
-    """Told how far one stage is, 0 to 1."""
-
-    def __call__(self, fraction: float, message: str) -> None: ...
-
-
 def _within(stage: str, progress: Progress) -> StageProgress:
     """A share of the whole for one stage."""
     names = list(STAGES)
-    begin = STAGES[stage]
-    end = STAGES[names[names.index(stage) + 1]]
-
-    def report(fraction: float, message: str) -> None:
-        progress(stage, begin + min(max(fraction, 0.0), 1.0) * (end - begin), message)
-
-    return report
+    return stage_of(progress, stage, STAGES[stage], STAGES[names[names.index(stage) + 1]])

@@ -43,6 +43,8 @@ class Limits(_Section, frozen=True):
     requests_max: Count = 512  # generations in progress, running and waiting, all models
     waiting_max: Count = 256  # generations waiting for a slot, one model
     waiting_tokens_max: Annotated[int, Meta(ge=1, le=1 << 30)] = 262_144  # waiting, one model; at least its context
+    waiting_bytes_max: Annotated[int, Meta(ge=1, le=1 << 34)] = 256 << 20  # tensors waiting, one model
+    texts_max: Annotated[int, Meta(ge=1, le=65_536)] = 2048  # texts of one embed, classify or rerank request
     prompt_bytes_max: Annotated[int, Meta(ge=1, le=16 << 20)] = 4 << 20  # prompt text of one request, UTF-8
     messages_max: Annotated[int, Meta(ge=1, le=16_384)] = 1024  # messages of one conversation
     output_tokens_default: Count = 256  # max_tokens where a request does not say

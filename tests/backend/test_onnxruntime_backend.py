@@ -318,6 +318,13 @@ def test_memory_need_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert need.total == need.caches + need.logits + need.weights + need.workspace
 
 
+@pytest.mark.parametrize(("precision", "weights"), [("fp32", 1300), ("int8", 1300), ("fp16", 2600), ("bf16", 2600)])
+def test_weights_in_16_bits_are_reckoned_as_they_are_widened(tmp_path: Path, precision: str, weights: int) -> None:
+    """ONNX Runtime turns them into float32 at load, beside the file that it reads."""
+    (tmp_path / FILE_NAME).write_bytes(b"x" * 1000)
+    assert memory_need(tmp_path, msgspec.structs.replace(tiny_engine(), precision=precision)).weights == weights
+
+
 def test_caches_take_what_was_reckoned(backend: OnnxRuntimeBackend, directory: Path) -> None:
     """The estimate and the allocation are the same number."""
     assert sum(cache.nbytes for cache in backend.caches) == memory_need(directory, tiny_engine()).caches
@@ -329,22 +336,22 @@ def test_too_little_memory_is_refused_with_arithmetic() -> None:
         tiny_engine(), limits=EngineLimits(slots=16, context=2048, step_tokens_max=512, vocab=VOCAB)
     )
     need = MemoryNeed(weights=100 * MIB, caches=1024 * MIB, logits=3 * MIB, workspace=256 * MIB)
-    module._check_memory(engine, need, need.total)
+    module.check_memory(engine, need, need.total)
     with pytest.raises(MachineError) as caught:
-        module._check_memory(engine, need, 1000 * MIB)
+        module.check_memory(engine, need, 1000 * MIB)
     assert str(caught.value) == (
         "loading needs 1,383 MiB (weights 100, KV caches 1,024 for 16 slots of 2,048 tokens, logits 3, working space "
         "256); 1,000 MiB are available, 384 MiB too few. Unload another model, install it with --context 1280 or fewer "
         "--slots, or add memory"
     )
     with pytest.raises(MachineError, match="Unload another model, or add memory"):
-        module._check_memory(engine, need, 100 * MIB)
+        module.check_memory(engine, need, 100 * MIB)
 
 
 def test_the_check_is_made_before_loading(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without the memory refuses before the session exists."""
     monkeypatch.setattr(module, "memory_available_bytes", lambda: 0)
-    monkeypatch.setattr(module, "_session", lambda *_: pytest.fail("the session was made"))
+    monkeypatch.setattr(module, "open_session", lambda *_: pytest.fail("the session was made"))
     with pytest.raises(MachineError, match="0 MiB are available"):
         OnnxRuntimeBackend(directory, tiny_engine())
 

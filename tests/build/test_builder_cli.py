@@ -65,7 +65,7 @@ def test_events_end_with_what_was_installed(installed: tuple[Path, list[dict[str
     assert fractions == sorted(fractions)
     assert 0 <= fractions[0] <= fractions[-1] <= 1
     stages = list(dict.fromkeys(event["stage"] for event in progress))
-    assert stages == ["validate", "canonicalise", "lower", "verify", "publish"]
+    assert stages == ["validate", "canonicalise", "lower", "verify", "measure", "publish"]
     assert all(event["message"] for event in progress)
     shown = {key: last[key] for key in ("event", "name", "version", "context", "slots", "mode", "active", "precision")}
     expected = {"event": "installed", "name": "tiny", "version": 1, "context": 64, "slots": 2}

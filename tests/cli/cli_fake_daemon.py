@@ -38,7 +38,15 @@ def version(number: int, **fields: object) -> admin_pb2.Version:
         "logit_diff_bound": 1e-3,
         "greedy_equal": 60,
         "greedy_total": 60,
-    }
+        "quality": admin_pb2.Quality(
+            kl_mean=0.0312, kl_p99=0.21, kl_bound=0.05, perplexity=20.13, perplexity_export=19.41, top1=0.901,
+            positions=2040,
+        ),
+        "cost": admin_pb2.Cost(
+            file_bytes=530_000_000, memory_bytes=1_900_000_000, decode_1_tokens_per_s=41.2, decode_8_tokens_per_s=110.4,
+            prefill_tokens_per_s=309,
+        ),
+    }  # fmt: skip
     return admin_pb2.Version(**{**defaults, **fields})
 
 
@@ -135,6 +143,11 @@ class Admin(admin_pb2_grpc.AdminServicer):
         self._daemon.check("Unload", context)
         self._named(request.model, context).state = "available"
         return admin_pb2.UnloadResponse()
+
+    def Verify(self, request: admin_pb2.VerifyRequest, context: grpc.ServicerContext) -> admin_pb2.VerifyResponse:
+        self._daemon.check("Verify", context)
+        checked = self._named(request.model, context)
+        return admin_pb2.VerifyResponse(version=checked, serving="toy@1", seconds=4.25)
 
     def _named(self, reference: str, context: grpc.ServicerContext) -> admin_pb2.Version:
         for known in self._daemon.versions:

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 
 from resident.v1 import admin_pb2, inference_pb2
 from residentd.cli.exits import ExitCode
+from residentd.cli.formats import NONE
 from residentd.cli.output import fields_of
 from residentd.cli.tables import models_table, status_view, versions_table
 
@@ -40,12 +41,15 @@ def table(columns: int, *versions: admin_pb2.Version) -> list[str]:
     return drawn(versions_table(versions, now=NOW, columns=columns), columns)
 
 
-def test_list_at_120_columns_has_a_line_for_each_version() -> None:
-    """Name, state, engine, limits, size, agreement, digest and age on one line; the active one is marked."""
-    header, first, second = table(120, version(1), version(2, active=True, state="ready"))
-    assert header.split() == ["MODEL", "STATE", "ENGINE", "CONTEXT", "SLOTS", "SIZE", "AGREEMENT", "DIGEST", "AGE"]
+def test_list_at_160_columns_has_a_line_for_each_version() -> None:
+    """Name, state, engine, limits, size, agreement, quality, speed, digest and age; the active one is marked."""
+    header, first, second = table(160, version(1), version(2, active=True, state="ready"))
+    assert " ".join(header.split()) == (
+        "MODEL STATE ENGINE CONTEXT SIZE AGREEMENT KL TOP-1 PERPLEXITY TOKENS/S DIGEST AGE"
+    )
     assert " ".join(first.split()) == (
-        "toy@1 available fp32 onnxruntime-cpu 2,048 8 538 MB 60/60, Δ 7e-05 11111111 13 h"
+        "toy@1 available fp32 onnxruntime-cpu 2,048 × 8 538 MB 60/60 Δ 7e-05 0.031 90.1 % 20.1 (19.4) 41.2, 110 "  # noqa: RUF001
+        "11111111 13 h"
     )
     assert second.split()[:3] == ["●", "toy@2", "ready"]
 
@@ -57,19 +61,30 @@ def test_list_fits_its_terminal_and_loses_nothing(columns: int) -> None:
     assert max(len(line) for line in lines) <= columns
     whole = " ".join(" ".join(lines).split())
     for part in (
-        "mistral-7b-instruct-v0.3@3", "failed", "int8 onnxruntime-cpu", "32,768", "256", "14.5 GB", "60/60", "Δ 7e-05",
-        "33333333", "13 h", "failed: the worker died 5 times in 60 s",
+        "mistral-7b-instruct-v0.3@3", "failed", "int8 onnxruntime-cpu", "32,768", "256", "14.5 GB", "60/60 Δ 7e-05",
+        "0.031", "90.1 %", "20.1 (19.4)", "41.2", "110", "33333333", "13 h", "failed: the worker died 5 times in 60 s",
     ):  # fmt: skip
         assert part in whole
+
+
+def test_list_shows_an_older_build_without_what_was_not_measured() -> None:
+    """A version of an older compiler has dashes, at every width, and no made-up zeros."""
+    old = version(1)
+    old.ClearField("quality")
+    old.ClearField("cost")
+    for columns in (80, 160):
+        lines = table(columns, old)
+        assert "KL 0" not in "".join(lines)
+        assert NONE in lines[1]
 
 
 def test_list_says_why_a_version_is_in_compatibility_mode() -> None:
     """The mode with its reason, below the table; canonical versions need no note."""
     odd = version(1, mode="compatibility", mode_reason="the attention of layer 0 is not recognised")
-    assert table(120, odd)[-1].strip() == (
+    assert table(160, odd)[-1].strip() == (
         "toy@1 runs in compatibility mode: the attention of layer 0 is not recognised"
     )
-    assert len(table(120, version(1))) == 2
+    assert len(table(160, version(1))) == 2
 
 
 def test_list_of_nothing_says_what_to_do(residentctl: Residentctl, running: Running) -> None:
@@ -92,7 +107,9 @@ def test_list_takes_a_name(residentctl: Residentctl, running: Running) -> None:
 def test_list_json_has_every_field_of_the_message(residentctl: Residentctl, running: Running) -> None:
     """--json is the contract's own fields, numbers as numbers; before and after the subcommand."""
     (entry,) = residentctl("list", "--json").document["versions"]
-    assert set(entry) == {field.name for field in admin_pb2.Version.DESCRIPTOR.fields}
+    always = {field.name for field in admin_pb2.Version.DESCRIPTOR.fields if not field.has_presence}
+    assert always | {"quality", "cost"} <= set(entry) <= {field.name for field in admin_pb2.Version.DESCRIPTOR.fields}
+    assert (entry["quality"]["kl_mean"], entry["cost"]["decode_8_tokens_per_s"]) == (0.0312, 110.4)
     assert (entry["bytes"], entry["active"], entry["logit_diff_max"]) == (538_000_000, True, 7.2e-5)
     assert residentctl("--json", "list").document == residentctl("list", "--json").document
 

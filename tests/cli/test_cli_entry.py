@@ -30,6 +30,8 @@ def test_the_shell_completes_commands_and_options(shell: str) -> None:
     commands = _completed(shell, "residentctl ")
     assert set(re.findall(r"[a-z]+(?:-[a-z]+)?", commands)) >= COMMANDS
     assert "--concurrency" in _completed(shell, "residentctl bench --conc")
+    precisions = _completed(shell, "residentctl install /tmp --precision ")
+    assert {"fp32", "fp16", "bf16", "int8", "int4", "auto"} <= set(re.findall(r"[a-z]+[0-9]*", precisions))
 
 
 def _completed(shell: str, line: str) -> str:

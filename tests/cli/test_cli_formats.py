@@ -39,6 +39,27 @@ def test_milliseconds(value: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.00"), (9.996, "10.0"), (13.0, "13.0"), (19.406, "19.4"), (99.94, "99.9"), (99.96, "100"),
+        (2345.6, "2,346"), (999_499.0, "999,499"), (1.08e10, "1.1e+10"), (math.inf, formats.NONE),
+    ],
+)  # fmt: skip
+def test_three_digits(value: float, text: str) -> None:
+    """About three significant digits, trailing zeros among them; whole numbers from 100; powers from a million."""
+    assert formats.three_digits(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (4.9e-6, "0"), (5.1e-6, "5e-06"), (0.00063, "0.00063"), (0.0312, "0.031"), (1.44, "1.4")],
+)
+def test_divergences(value: float, text: str) -> None:
+    """Two digits; what rounding alone explains is 0."""
+    assert formats.divergence(value) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (0.0, "0 s"), (-5.0, "0 s"), (59.9, "59 s"), (60.0, "1 min"), (61.0, "1 min 1 s"), (3600.0, "1 h"),

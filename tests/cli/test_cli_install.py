@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_fake_daemon import Running, version
@@ -110,6 +111,18 @@ def test_installed_lines_name_the_agreement() -> None:
     lines = installed_lines(version(1, active=True))
     assert lines[0] == "installed toy@1 (11111111), active"
     assert "60/60 greedy tokens, logits within 7.2e-05 (bound 1.0e-03)" in lines[2]
+    assert lines[3] == (
+        "  beside its export: KL 0.031 (bound 0.05), perplexity 20.1 (19.4), the same first choice at 90.1% of "
+        "2,040 positions"
+    )
+    assert lines[4] == (
+        "  on this machine: 41.2 tokens/s for one sequence, 110 for eight, 309 of prompt; 1.9 GB of memory"
+    )
+    auto = installed_lines(
+        version(1, precision="int8", weights="row8; head int8", candidates=["fp32: KL 0", "rule: r"])
+    )
+    assert auto[1].startswith("  int8 (row8; head int8) for onnxruntime-cpu")
+    assert auto[-2:] == ["  fp32: KL 0", "  rule: r"]
     odd = installed_lines(version(1, mode="compatibility", mode_reason="no attention was found"))
     assert odd[-1] == "  in compatibility mode: no attention was found"
 
@@ -128,8 +141,8 @@ def test_an_installation_without_a_result_is_an_error(residentctl: Residentctl, 
 def test_a_source_that_is_no_directory_is_a_usage_error(
     residentctl: Residentctl, running: Running, tmp_path: Path, kind: str
 ) -> None:
-    """Said at once, without asking the daemon."""
-    path = tmp_path / "model.onnx"
+    """Said at once, without asking the daemon. The ONNX file itself may be named instead."""
+    path = tmp_path / "model.bin"
     if kind == "file":
         path.write_text("")
     result = residentctl("install", str(path), "--name", "toy")
@@ -184,7 +197,7 @@ def test_without_a_daemon_the_compiler_is_run(lonely_residentctl: Residentctl, s
     result = lonely_residentctl(*arguments)
     assert result.code == ExitCode.OK
     assert result.out.splitlines()[0] == f"installed toy@3 ({'ab' * 4}), active"
-    assert "10 %  read: --name toy --slots 4 --json" in result.err
+    assert "10 %  read: --name toy --slots=4 --json" in result.err
     assert "it loads toy when it starts" in result.err
 
 
@@ -311,11 +324,65 @@ def test_without_daemon_and_state_nothing_is_compiled(lonely_residentctl: Reside
     assert result.code == ExitCode.UNREACHABLE
 
 
-def test_the_compilers_command_line_is_the_daemons(tmp_path: Path) -> None:
+EVERY_OPTION = {
+    "context": 1, "slots": 2, "step_tokens": 3, "keep_active": True, "precision": "int4", "block": 0,
+    "symmetric": False, "embedding": "int8", "head": "fp32", "kl_max": 0.25, "mode": "canonical",
+    "variant": "model_q4.onnx", "kind": "embed", "shapes": ["x=1x30", "y=2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, EVERY_OPTION, *({name: value} for name, value in EVERY_OPTION.items())])
+def test_the_compilers_command_line_is_the_daemons(tmp_path: Path, given: dict[str, Any]) -> None:
     """Both start `python -m residentd_build` alike, so an installation does not depend on who was there."""
     installer = pytest.importorskip("residentd.supervisor.installer")
-    request = InstallRequest(directory="/d", name="n", context=1, slots=2, step_tokens=3, keep_active=True)
-    options = installer.BuildOptions("/d", "n", str(tmp_path), context=1, slots=2, step_tokens=3, keep_active=True)
-    assert command_line(request, tmp_path) == options.command()
-    plain = installer.BuildOptions("/d", "n", str(tmp_path))
-    assert command_line(InstallRequest(directory="/d", name="n"), tmp_path) == plain.command()
+    options = installer.BuildOptions("/d", "n", str(tmp_path), **given)
+    assert command_line(InstallRequest(directory="/d", name="n", **given), tmp_path) == options.command()
+
+
+def test_every_option_of_the_contract_reaches_the_compiler(tmp_path: Path) -> None:
+    """No field of the request is forgotten: each changes the command line, and the compiler's parser takes it."""
+    from residentd_build.__main__ import _parser
+
+    plain = InstallRequest(directory="/d", name="n")
+    fields = {field.name for field in InstallRequest.DESCRIPTOR.fields}
+    assert fields == EVERY_OPTION.keys() | {"directory", "name"}
+    for name, value in EVERY_OPTION.items():
+        changed = InstallRequest(directory="/d", name="n", **{name: value})
+        assert command_line(changed, tmp_path) != command_line(plain, tmp_path)
+        parsed = vars(_parser().parse_args(command_line(changed, tmp_path)[3:]))
+        assert parsed[name] == value
+
+
+def test_weight_options_reach_the_daemon(residentctl: Residentctl, running: Running, export: Path) -> None:
+    """What is left out stays unset, so that a default is decided in one place."""
+    result = residentctl(
+        "install", str(export), "--name", "toy", "--precision", "int4", "--block", "32", "--asymmetric",
+        "--embedding", "int8", "--head", "fp32", "--kl-max", "0.25",
+    )  # fmt: skip
+    assert result.code == ExitCode.OK
+    residentctl("install", str(export), "--name", "toy")
+    full, plain = running.daemon.installs
+    assert full == InstallRequest(
+        directory=str(export), name="toy", precision="int4", block=32, symmetric=False, embedding="int8", head="fp32",
+        kl_max=0.25,
+    )  # fmt: skip
+    assert plain == InstallRequest(directory=str(export), name="toy")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--precision", "int9"), "'fp32', 'fp16', 'bf16', 'int8', 'int4', 'auto'"),
+        (("--block", "64"), "'0', '32', '128'"),
+        (("--head", "bf16"), "'same', 'fp32', 'int8', 'int4'"),
+        (("--kl-max", "0"), "--kl-max is 0"),
+    ],
+)
+def test_a_wrong_weight_option_is_refused_at_once(
+    residentctl: Residentctl, running: Running, export: Path, words: tuple[str, str], said: str
+) -> None:
+    """With what is possible, before the daemon is asked."""
+    result = residentctl("install", str(export), "--name", "toy", *words)
+    assert result.code == ExitCode.USAGE
+    assert said in result.err
+    assert not running.daemon.installs

@@ -6,8 +6,11 @@ import msgspec
 import pytest
 
 from residentd.errors import StoreError
-from residentd.models.manifest import SCHEMA, Content, content_digest, decode, encode
+from residentd.models.manifest import SCHEMA, Content, Golden, content_digest, decode, encode
 from support.manifests import plain_manifest
+
+OF_ISSUE_2 = {"architecture", "engine", "text", "sampling", "goldens", "text_goldens", "files"}
+"""The fields of the first versions' content; none had a default."""
 
 
 @pytest.mark.parametrize(("schema", "remedy"), [(SCHEMA - 1, "Reinstall this version"), (SCHEMA + 1, "Upgrade it")])
@@ -28,3 +31,12 @@ def test_a_field_at_its_default_is_not_part_of_the_digest() -> None:
     grown = msgspec.convert(msgspec.to_builtins(content), Grown)
     assert content_digest(grown) == content_digest(content)
     assert content_digest(msgspec.structs.replace(grown, added="x")) != content_digest(content)
+
+
+def test_versions_of_before_the_gate_keep_their_digests() -> None:
+    """Statistics, golden conversations and the tolerance are written only where they were recorded."""
+    golden = Golden(prompt=(1,), output=(2,))
+    content = msgspec.structs.replace(plain_manifest({}).content, goldens=(golden,))
+    written = msgspec.json.decode(msgspec.json.encode(content))
+    assert written.keys() == OF_ISSUE_2
+    assert written["goldens"] == [{"prompt": [1], "output": [2]}]

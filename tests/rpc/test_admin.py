@@ -66,7 +66,7 @@ def test_an_export_is_installed_served_and_listed(daemon: Daemon) -> None:
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
     stages = list(dict.fromkeys(entry.stage for entry in progress))
-    assert stages == ["validate", "canonicalise", "lower", "verify", "publish", "load", "done"]
+    assert stages == ["validate", "canonicalise", "lower", "verify", "measure", "publish", "load", "done"]
     installed = progress[-1].installed
     assert (installed.name, installed.number, installed.state, installed.active) == ("tiny", 1, "ready", True)
     assert answer(daemon, "tiny").started.model_version == "tiny@1"
@@ -75,6 +75,30 @@ def test_an_export_is_installed_served_and_listed(daemon: Daemon) -> None:
     assert listed.greedy_equal == listed.greedy_total > 0
     assert 0 < listed.logit_diff_max < listed.logit_diff_bound
     assert not staged(daemon)
+
+
+def test_a_quantised_build_is_installed_served_and_listed(daemon: Daemon) -> None:
+    """The options reach the compiler; the version passes its own goldens at load, and shows what it lost and costs."""
+    progress = install(daemon, EXPORTS / "llama", "tiny", precision="int8", block=32, kl_max=1.0)
+    assert "quantise" in {entry.stage for entry in progress}
+    assert progress[-1].installed.state == "ready"
+    assert answer(daemon, "tiny").started.model_version == "tiny@1"
+    listed = versions(daemon)["tiny@1"]
+    assert (listed.precision, listed.weights) == ("int8", "block 32; head int8; embedding int8")
+    assert 0 < listed.quality.kl_mean < listed.quality.kl_bound == 1.0
+    assert 0.5 < listed.quality.top1 < 1
+    assert listed.quality.positions == 2040
+    assert min(listed.cost.decode_1_tokens_per_s, listed.cost.decode_8_tokens_per_s, listed.cost.memory_bytes) > 0
+
+
+def test_a_build_that_loses_too_much_is_refused(daemon: Daemon) -> None:
+    """FAILED_PRECONDITION with the numbers and the way out; nothing is staged or registered."""
+    with pytest.raises(grpc.RpcError) as refusal:
+        install(daemon, EXPORTS / "llama", "tiny", precision="int4", kl_max=0.01)
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "the bound is 0.01" in refusal.value.details()
+    assert not staged(daemon)
+    assert set(versions(daemon)) == {"toy@1"}
 
 
 def test_a_second_version_takes_over_without_a_gap(daemon: Daemon) -> None:

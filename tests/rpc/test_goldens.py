@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,17 @@ from resident.v1 import inference_pb2, inference_pb2_grpc
 from support.daemon import Daemon, running
 from support.installed import EXPORTS, install
 
-FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-ARCHITECTURES = ("llama", "smollm2", "tinyllama", "mistral", "qwen2", "qwen3")
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+GROUPS = {
+    "llama and its like": ("llama", "smollm2", "tinyllama", "mistral", "qwen2", "qwen3"),
+    "scaled positions": ("llama-rope-llama3", "llama-rope-linear", "llama-rope-yarn", "llama-rope-dynamic", "smollm3"),
+    "windows, caps and multipliers": ("gemma2", "gemma3", "olmo2", "granite", "falcon3", "falcon"),
+    "as exported, in compatibility mode": ("mpt",),
+    "exporters": ("merged-llama", "nopositions-llama", "dynamo24-llama", "genai-qwen3", "genai18-llama", "bf16-llama"),
+    "exporters of less than float32": ("fp16-llama", "genai-int4-llama", "genai18-int4-qwen3", "transformersjs-llama"),
+    "others": ("phi3", "phi4-longrope", "stablelm", "gpt-neox", "gpt2", "gpt-oss", "qwen3-moe"),
+}
 MIXES = 4
 JOIN_S_MAX = 0.15
 
@@ -35,15 +45,17 @@ def goldens_of(model: str, path: Path) -> list[Golden]:
     return [Golden(model, tuple(entry["prompt_ids"]), tuple(entry["greedy_ids"])) for entry in prompts]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, list[Golden]]]:
+@pytest.fixture(scope="module", params=GROUPS)
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Daemon, list[Golden]]]:
     state = tmp_path_factory.mktemp("tiny")
     goldens = []
-    for name in ARCHITECTURES:
+    for name in GROUPS[request.param]:
         install(EXPORTS / name, state, name, "--slots", "5", "--step-tokens", "48")
         goldens += goldens_of(name, EXPORTS / name / "goldens.json")
     config = "[engine]\nthreads = 1\nprefill_tokens_max = 40\n"
-    with running(state, config=config, models=len(ARCHITECTURES)) as daemon:
+    with running(state, config=config, models=len(GROUPS[request.param])) as daemon:
         yield daemon, goldens
 
 
@@ -57,6 +69,16 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, lis
     state = tmp_path_factory.mktemp("real")
     install(Path(export), state, "smollm2", "--context", "512", "--slots", "8")
     goldens = goldens_of("smollm2", FIXTURES / "smollm2_goldens.json")
+    with running(state) as daemon:
+        yield daemon, goldens
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, list[Golden]]]:
+    export = subprocess.run([ROOT / "tools" / "fetch_gemma3"], capture_output=True, text=True, check=True)
+    state = tmp_path_factory.mktemp("gemma")
+    install(Path(export.stdout.splitlines()[-1]), state, "gemma3", "--context", "1024", "--slots", "4")
+    goldens = goldens_of("gemma3", FIXTURES / "gemma3_goldens.json")
     with running(state) as daemon:
         yield daemon, goldens
 
@@ -121,3 +143,13 @@ def test_the_real_model_answers_as_transformers_did(real: tuple[Daemon, list[Gol
     for seed in range(2):
         asyncio.run(mixed(daemon, goldens, seed))
     assert rows_max(daemon) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_real_gemma_answers_as_transformers_did(gemma: tuple[Daemon, list[Golden]]) -> None:
+    """Gemma 3 270M, prompts beyond its window of 512 among them: alone, and all in flight together."""
+    daemon, goldens = gemma
+    asyncio.run(alone(daemon, goldens))
+    asyncio.run(mixed(daemon, goldens, 0))
+    assert rows_max(daemon) == 4

@@ -28,6 +28,16 @@ class InstallRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     KEEP_ACTIVE_FIELD_NUMBER: _builtins.int
+    PRECISION_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    SYMMETRIC_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    KL_MAX_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     name: _builtins.str
     context: _builtins.int
@@ -36,6 +46,28 @@ class InstallRequest(_message.Message):
     step_tokens: _builtins.int
     keep_active: _builtins.bool
     """Register the version but leave the active one as it is."""
+    precision: _builtins.str
+    """fp32, fp16, bf16, int8, int4, or auto: the fastest on this machine within the bound. Empty: fp32, or what an export
+    that arrives quantised is.
+    """
+    block: _builtins.int
+    """Weights that share a scale: 32 or 128; 0 in an int8 build: all of an output channel. Unset: the best for the CPU."""
+    symmetric: _builtins.bool
+    embedding: _builtins.str
+    """fp32, int8, int4, or same as the other matrices. Empty: the best for the CPU."""
+    head: _builtins.str
+    kl_max: _builtins.float
+    """The mean KL divergence from the export, in nats, past which nothing is published. 0: by precision."""
+    mode: _builtins.str
+    """canonical: or refuse it; compatibility: run it as it was exported. Empty or auto: so if it must be."""
+    variant: _builtins.str
+    """Which of several ONNX files of the directory. Empty: the least quantised."""
+    kind: _builtins.str
+    """What the model is. Empty or auto: by what the directory shows."""
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """INPUT=1x3x48x320 each: sizes to verify a tensor model with. Empty: found by trying."""
+
     def __init__(
         self,
         *,
@@ -45,12 +77,29 @@ class InstallRequest(_message.Message):
         slots: _builtins.int = ...,
         step_tokens: _builtins.int = ...,
         keep_active: _builtins.bool = ...,
+        precision: _builtins.str = ...,
+        block: _builtins.int | None = ...,
+        symmetric: _builtins.bool | None = ...,
+        embedding: _builtins.str = ...,
+        head: _builtins.str = ...,
+        kl_max: _builtins.float = ...,
+        mode: _builtins.str = ...,
+        variant: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        shapes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_symmetric", b"_symmetric", "block", b"block", "symmetric", b"symmetric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "directory", b"directory", "keep_active", b"keep_active", "name", b"name", "slots", b"slots", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_symmetric", b"_symmetric", "block", b"block", "context", b"context", "directory", b"directory", "embedding", b"embedding", "head", b"head", "keep_active", b"keep_active", "kind", b"kind", "kl_max", b"kl_max", "mode", b"mode", "name", b"name", "precision", b"precision", "shapes", b"shapes", "slots", b"slots", "step_tokens", b"step_tokens", "symmetric", b"symmetric", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__block: _TypeAlias = _typing.Literal["block"]  # noqa: Y015
+    _WhichOneofArgType__block: _TypeAlias = _typing.Literal["_block", b"_block"]  # noqa: Y015
+    _WhichOneofReturnType__symmetric: _TypeAlias = _typing.Literal["symmetric"]  # noqa: Y015
+    _WhichOneofArgType__symmetric: _TypeAlias = _typing.Literal["_symmetric", b"_symmetric"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block) -> _WhichOneofReturnType__block | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__symmetric) -> _WhichOneofReturnType__symmetric | None: ...
 
 Global___InstallRequest: _TypeAlias = InstallRequest  # noqa: Y015
 
@@ -63,7 +112,7 @@ class InstallProgress(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     INSTALLED_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """validate, canonicalise, lower, verify, publish, load, done."""
+    """validate, canonicalise, lower, verify, quantise, measure, publish, load, done."""
     fraction: _builtins.float
     """0 to 1, of the whole installation."""
     message: _builtins.str
@@ -110,6 +159,12 @@ class Version(_message.Message):
     LOGIT_DIFF_BOUND_FIELD_NUMBER: _builtins.int
     GREEDY_EQUAL_FIELD_NUMBER: _builtins.int
     GREEDY_TOTAL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    QUALITY_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     number: _builtins.int
     digest: _builtins.str
@@ -125,12 +180,30 @@ class Version(_message.Message):
     created: _builtins.str
     active: _builtins.bool
     state: _builtins.str
-    """available, loading, ready, draining, failed."""
+    """available, loading, ready, draining, failed; degraded: its last check failed, served or not."""
     state_reason: _builtins.str
     logit_diff_max: _builtins.float
     logit_diff_bound: _builtins.float
     greedy_equal: _builtins.int
     greedy_total: _builtins.int
+    weights: _builtins.str
+    """The format of the weights in a few words, where precision does not say it all."""
+    kind: _builtins.str
+    """generate, embed, classify, rerank or tensor."""
+    @_builtins.property
+    def quality(self) -> Global___Quality:
+        """Unset: an older build."""
+
+    @_builtins.property
+    def cost(self) -> Global___Cost: ...
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What precision auto measured and why it chose, a line for each candidate."""
+
+    @_builtins.property
+    def check(self) -> Global___Check:
+        """The last one that is recorded. Unset: none."""
+
     def __init__(
         self,
         *,
@@ -153,14 +226,244 @@ class Version(_message.Message):
         logit_diff_bound: _builtins.float = ...,
         greedy_equal: _builtins.int = ...,
         greedy_total: _builtins.int = ...,
+        weights: _builtins.str = ...,
+        quality: Global___Quality | None = ...,
+        cost: Global___Cost | None = ...,
+        candidates: _abc.Iterable[_builtins.str] | None = ...,
+        check: Global___Check | None = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "cost", b"cost", "quality", b"quality"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "architecture", b"architecture", "bytes", b"bytes", "context", b"context", "created", b"created", "digest", b"digest", "greedy_equal", b"greedy_equal", "greedy_total", b"greedy_total", "logit_diff_bound", b"logit_diff_bound", "logit_diff_max", b"logit_diff_max", "mode", b"mode", "mode_reason", b"mode_reason", "name", b"name", "number", b"number", "precision", b"precision", "slots", b"slots", "state", b"state", "state_reason", b"state_reason", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "architecture", b"architecture", "bytes", b"bytes", "candidates", b"candidates", "check", b"check", "context", b"context", "cost", b"cost", "created", b"created", "digest", b"digest", "greedy_equal", b"greedy_equal", "greedy_total", b"greedy_total", "kind", b"kind", "logit_diff_bound", b"logit_diff_bound", "logit_diff_max", b"logit_diff_max", "mode", b"mode", "mode_reason", b"mode_reason", "name", b"name", "number", b"number", "precision", b"precision", "quality", b"quality", "slots", b"slots", "state", b"state", "state_reason", b"state_reason", "target", b"target", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
+
+@_typing.final
+class Check(_message.Message):
+    """What one check of a version found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EnvironmentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OCCASION_FIELD_NUMBER: _builtins.int
+    CHECKED_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    occasion: _builtins.str
+    """install, load or verify."""
+    checked: _builtins.str
+    """ISO 8601, UTC."""
+    passed: _builtins.bool
+    message: _builtins.str
+    """Where it did not pass: the numbers, and what to do."""
+    first: _builtins.bool
+    """No check before it had passed."""
+    since: _builtins.str
+    """The changes in words: "first check since onnxruntime 1.31.1 → 1.32.0". Empty: nothing changed."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckPart]: ...
+    @_builtins.property
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the engine and the texts were computed with: libraries and processor."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentChange]:
+        """Against the last check before that passed."""
+
+    def __init__(
+        self,
+        *,
+        occasion: _builtins.str = ...,
+        checked: _builtins.str = ...,
+        passed: _builtins.bool = ...,
+        message: _builtins.str = ...,
+        parts: _abc.Iterable[Global___CheckPart] | None = ...,
+        environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        changes: _abc.Iterable[Global___EnvironmentChange] | None = ...,
+        first: _builtins.bool = ...,
+        since: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "checked", b"checked", "environment", b"environment", "first", b"first", "message", b"message", "occasion", b"occasion", "parts", b"parts", "passed", b"passed", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Check: _TypeAlias = Check  # noqa: Y015
+
+@_typing.final
+class CheckPart(_message.Message):
+    """One kind of thing that was compared with what was recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CHECKED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    MISSED_MAX_FIELD_NUMBER: _builtins.int
+    WORST_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """files, tokenizer, chat template, golden tokens, logit statistics."""
+    checked: _builtins.int
+    missed: _builtins.int
+    missed_max: _builtins.int
+    """More than so many missed: not passed."""
+    worst: _builtins.float
+    """Of what is measured rather than counted, in logits. bound 0: counted."""
+    bound: _builtins.float
+    detail: _builtins.str
+    """Where it is wrong, or worst."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        checked: _builtins.int = ...,
+        missed: _builtins.int = ...,
+        missed_max: _builtins.int = ...,
+        worst: _builtins.float = ...,
+        bound: _builtins.float = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "checked", b"checked", "detail", b"detail", "missed", b"missed", "missed_max", b"missed_max", "name", b"name", "worst", b"worst"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckPart: _TypeAlias = CheckPart  # noqa: Y015
+
+@_typing.final
+class EnvironmentChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    before: _builtins.str
+    after: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        before: _builtins.str = ...,
+        after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentChange: _TypeAlias = EnvironmentChange  # noqa: Y015
+
+@_typing.final
+class Quality(_message.Message):
+    """The build beside its export, over a text that the compiler carries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KL_MEAN_FIELD_NUMBER: _builtins.int
+    KL_P99_FIELD_NUMBER: _builtins.int
+    KL_BOUND_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_EXPORT_FIELD_NUMBER: _builtins.int
+    TOP1_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    KL_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    kl_mean: _builtins.float
+    """KL divergence from the export to the build, in nats: mean, worst position in a hundred, bound of the mean."""
+    kl_p99: _builtins.float
+    kl_bound: _builtins.float
+    perplexity: _builtins.float
+    perplexity_export: _builtins.float
+    top1: _builtins.float
+    """Share of the positions at which both have the same first choice."""
+    positions: _builtins.int
+    kl_in_flight: _builtins.float
+    """The worst KL divergence between a position in flight and the same position alone; 0 where the build is exact."""
+    def __init__(
+        self,
+        *,
+        kl_mean: _builtins.float = ...,
+        kl_p99: _builtins.float = ...,
+        kl_bound: _builtins.float = ...,
+        perplexity: _builtins.float = ...,
+        perplexity_export: _builtins.float = ...,
+        top1: _builtins.float = ...,
+        positions: _builtins.int = ...,
+        kl_in_flight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kl_bound", b"kl_bound", "kl_in_flight", b"kl_in_flight", "kl_mean", b"kl_mean", "kl_p99", b"kl_p99", "perplexity", b"perplexity", "perplexity_export", b"perplexity_export", "positions", b"positions", "top1", b"top1"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quality: _TypeAlias = Quality  # noqa: Y015
+
+@_typing.final
+class Cost(_message.Message):
+    """What the build takes on the machine that built it; tokens a second are those of steps: the lower quartile of times."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DECODE_1_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_8_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    file_bytes: _builtins.int
+    memory_bytes: _builtins.int
+    """What a load needs at its peak, computed; below it a load is refused."""
+    decode_1_tokens_per_s: _builtins.float
+    decode_8_tokens_per_s: _builtins.float
+    prefill_tokens_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        file_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        decode_1_tokens_per_s: _builtins.float = ...,
+        decode_8_tokens_per_s: _builtins.float = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_1_tokens_per_s", b"decode_1_tokens_per_s", "decode_8_tokens_per_s", b"decode_8_tokens_per_s", "file_bytes", b"file_bytes", "memory_bytes", b"memory_bytes", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cost: _TypeAlias = Cost  # noqa: Y015
 
 @_typing.final
 class ListVersionsRequest(_message.Message):
@@ -290,6 +593,8 @@ class EngineStatus(_message.Message):
     WORKER_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     model_version: _builtins.str
     digest: _builtins.str
     state: _builtins.str
@@ -308,12 +613,20 @@ class EngineStatus(_message.Message):
     worker_memory_bytes: _builtins.int
     scheduling: _builtins.str
     batch_rows_max: _builtins.int
+    kind: _builtins.str
+    """generate, embed, classify, rerank or tensor. In the last four a step is a run: prompt_tokens_per_s counts tokens
+    (bytes of tensors) with padding, output_tokens_per_s texts (rows), ttft_ms whole requests.
+    """
     @_builtins.property
     def ttft_ms(self) -> Global___Percentiles: ...
     @_builtins.property
     def itl_ms(self) -> Global___Percentiles: ...
     @_builtins.property
     def finished(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def check(self) -> Global___Check:
+        """The last one of this version."""
+
     def __init__(
         self,
         *,
@@ -337,10 +650,12 @@ class EngineStatus(_message.Message):
         worker_memory_bytes: _builtins.int = ...,
         scheduling: _builtins.str = ...,
         batch_rows_max: _builtins.int = ...,
+        check: Global___Check | None = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows_max", b"batch_rows_max", "digest", b"digest", "finished", b"finished", "itl_ms", b"itl_ms", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "model_version", b"model_version", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "scheduling", b"scheduling", "slots", b"slots", "slots_used", b"slots_used", "state", b"state", "state_reason", b"state_reason", "steps", b"steps", "ttft_ms", b"ttft_ms", "waiting", b"waiting", "worker_memory_bytes", b"worker_memory_bytes", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows_max", b"batch_rows_max", "check", b"check", "digest", b"digest", "finished", b"finished", "itl_ms", b"itl_ms", "kind", b"kind", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "model_version", b"model_version", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "scheduling", b"scheduling", "slots", b"slots", "slots_used", b"slots_used", "state", b"state", "state_reason", b"state_reason", "steps", b"steps", "ttft_ms", b"ttft_ms", "waiting", b"waiting", "worker_memory_bytes", b"worker_memory_bytes", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,3 +761,51 @@ class UnloadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnloadResponse: _TypeAlias = UnloadResponse  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    serving: _builtins.str
+    """What the bare name means now; empty: nothing."""
+    seconds: _builtins.float
+    @_builtins.property
+    def version(self) -> Global___Version:
+        """As it is listed now; with the check that was made."""
+
+    def __init__(
+        self,
+        *,
+        version: Global___Version | None = ...,
+        serving: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "serving", b"serving", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015

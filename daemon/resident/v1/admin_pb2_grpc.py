@@ -59,6 +59,11 @@ class AdminStub:
                 request_serializer=resident_dot_v1_dot_admin__pb2.UnloadRequest.SerializeToString,
                 response_deserializer=resident_dot_v1_dot_admin__pb2.UnloadResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/resident.v1.Admin/Verify',
+                request_serializer=resident_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=resident_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -98,6 +103,15 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Checks NAME or NAME@N, loaded or not, against what was recorded when it was built: files, tokenizer, chat template,
+        golden tokens and logit statistics. Runs in a worker of its own; the requests of a loaded version go on. A version
+        that does not pass is DEGRADED until a check passes, and its name falls back to the newest version that is good.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +139,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Unload,
                     request_deserializer=resident_dot_v1_dot_admin__pb2.UnloadRequest.FromString,
                     response_serializer=resident_dot_v1_dot_admin__pb2.UnloadResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=resident_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=resident_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +281,33 @@ class Admin:
             '/resident.v1.Admin/Unload',
             resident_dot_v1_dot_admin__pb2.UnloadRequest.SerializeToString,
             resident_dot_v1_dot_admin__pb2.UnloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resident.v1.Admin/Verify',
+            resident_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            resident_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class AdminStub:
     """Loads NAME or NAME@N into an engine worker; answers once it has passed its goldens."""
     Unload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadRequest, _admin_pb2.UnloadResponse]
     """Drains a loaded version and stops its worker."""
+    Verify: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
+    """Checks NAME or NAME@N, loaded or not, against what was recorded when it was built: files, tokenizer, chat template,
+    golden tokens and logit statistics. Runs in a worker of its own; the requests of a loaded version go on. A version
+    that does not pass is DEGRADED until a check passes, and its name falls back to the newest version that is good.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -55,6 +60,11 @@ class AdminAsyncStub(AdminStub):
     """Loads NAME or NAME@N into an engine worker; answers once it has passed its goldens."""
     Unload: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadRequest, _admin_pb2.UnloadResponse]  # type: ignore[assignment]
     """Drains a loaded version and stops its worker."""
+    Verify: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
+    """Checks NAME or NAME@N, loaded or not, against what was recorded when it was built: files, tokenizer, chat template,
+    golden tokens and logit statistics. Runs in a worker of its own; the requests of a loaded version go on. A version
+    that does not pass is DEGRADED until a check passes, and its name falls back to the newest version that is good.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -96,5 +106,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnloadResponse, _abc.Awaitable[_admin_pb2.UnloadResponse]]:
         """Drains a loaded version and stops its worker."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _admin_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.VerifyResponse, _abc.Awaitable[_admin_pb2.VerifyResponse]]:
+        """Checks NAME or NAME@N, loaded or not, against what was recorded when it was built: files, tokenizer, chat template,
+        golden tokens and logit statistics. Runs in a worker of its own; the requests of a loaded version go on. A version
+        that does not pass is DEGRADED until a check passes, and its name falls back to the newest version that is good.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -601,6 +601,433 @@ class CountTokensResponse(_message.Message):
 Global___CountTokensResponse: _TypeAlias = CountTokensResponse  # noqa: Y015
 
 @_typing.final
+class EmbedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest; empty where exactly one model embeds."""
+    prompt_name: _builtins.str
+    """One of the model's own prompts, written before every text ("query"). Empty: the model's default, which may be none."""
+    truncate: _builtins.bool
+    """Cut what is too long at its end. Without it a text that does not fit is refused."""
+    dimensions: _builtins.int
+    """Keep the first N numbers, and length 1 if the model has it (for models that were trained so: Matryoshka). 0: all."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to limits.texts_max, each of at least one character. Control tokens in them are read as ordinary text."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        prompt_name: _builtins.str = ...,
+        truncate: _builtins.bool = ...,
+        dimensions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "model", b"model", "prompt_name", b"prompt_name", "texts", b"texts", "truncate", b"truncate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answered(self) -> Global___Answered: ...
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """In the order of the texts."""
+
+    def __init__(
+        self,
+        *,
+        answered: Global___Answered | None = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "embeddings", b"embeddings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Special tokens and prompt included."""
+    truncated: _builtins.bool
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        tokens: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens", "truncated", b"truncated", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
+class ClassifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Item(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TEXT_FIELD_NUMBER: _builtins.int
+        PAIR_FIELD_NUMBER: _builtins.int
+        text: _builtins.str
+        pair: _builtins.str
+        """For models that judge two texts together."""
+        def __init__(
+            self,
+            *,
+            text: _builtins.str = ...,
+            pair: _builtins.str | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_pair", b"_pair", "pair", b"pair"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_pair", b"_pair", "pair", b"pair", "text", b"text"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__pair: _TypeAlias = _typing.Literal["pair"]  # noqa: Y015
+        _WhichOneofArgType__pair: _TypeAlias = _typing.Literal["_pair", b"_pair"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__pair) -> _WhichOneofReturnType__pair | None: ...
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest; empty where exactly one model classifies."""
+    truncate: _builtins.bool
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassifyRequest.Item]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        items: _abc.Iterable[Global___ClassifyRequest.Item] | None = ...,
+        truncate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "model", b"model", "truncate", b"truncate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassifyRequest: _TypeAlias = ClassifyRequest  # noqa: Y015
+
+@_typing.final
+class ClassifyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    CLASSIFICATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answered(self) -> Global___Answered: ...
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the scores."""
+
+    @_builtins.property
+    def classifications(self) -> _containers.RepeatedCompositeFieldContainer[Global___Classification]:
+        """In the order of the items."""
+
+    def __init__(
+        self,
+        *,
+        answered: Global___Answered | None = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        classifications: _abc.Iterable[Global___Classification] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "classifications", b"classifications", "labels", b"labels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassifyResponse: _TypeAlias = ClassifyResponse  # noqa: Y015
+
+@_typing.final
+class Classification(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    LOGITS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    truncated: _builtins.bool
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One a label: probabilities that add up to 1, independent probabilities, or plain numbers, as the model was trained."""
+
+    @_builtins.property
+    def logits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What the model gave before that."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
+        logits: _abc.Iterable[_builtins.float] | None = ...,
+        tokens: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logits", b"logits", "scores", b"scores", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Classification: _TypeAlias = Classification  # noqa: Y015
+
+@_typing.final
+class RerankRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    TOP_N_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest; empty where exactly one model ranks."""
+    query: _builtins.str
+    top_n: _builtins.int
+    """Only the best N. 0: all."""
+    truncate: _builtins.bool
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        query: _builtins.str = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        top_n: _builtins.int = ...,
+        truncate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "model", b"model", "query", b"query", "top_n", b"top_n", "truncate", b"truncate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RerankRequest: _TypeAlias = RerankRequest  # noqa: Y015
+
+@_typing.final
+class RerankResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    RANKED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answered(self) -> Global___Answered: ...
+    @_builtins.property
+    def ranked(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ranked]:
+        """Best first; the earlier document where two are equal."""
+
+    def __init__(
+        self,
+        *,
+        answered: Global___Answered | None = ...,
+        ranked: _abc.Iterable[Global___Ranked] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "ranked", b"ranked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RerankResponse: _TypeAlias = RerankResponse  # noqa: Y015
+
+@_typing.final
+class Ranked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    LOGIT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Into the documents of the request."""
+    score: _builtins.float
+    logit: _builtins.float
+    tokens: _builtins.int
+    truncated: _builtins.bool
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        score: _builtins.float = ...,
+        logit: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logit", b"logit", "score", b"score", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ranked: _TypeAlias = Ranked  # noqa: Y015
+
+@_typing.final
+class Tensor(_message.Message):
+    """Bytes row-major and little-endian, exactly as many as shape and dtype say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    """bool, int8 to int64, uint8 to uint64, float16, float32 or float64."""
+    data: _builtins.bytes
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+
+@_typing.final
+class InferRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest; empty where exactly one tensor model is served."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """Every input of the model, once."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The outputs that are wanted. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___Tensor] | None = ...,
+        outputs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "model", b"model", "outputs", b"outputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InferRequest: _TypeAlias = InferRequest  # noqa: Y015
+
+@_typing.final
+class InferResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answered(self) -> Global___Answered: ...
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        answered: Global___Answered | None = ...,
+        outputs: _abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "outputs", b"outputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InferResponse: _TypeAlias = InferResponse  # noqa: Y015
+
+@_typing.final
+class Answered(_message.Message):
+    """Who answered, and how long it took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
+    RESUMED_COUNT_FIELD_NUMBER: _builtins.int
+    model_version: _builtins.str
+    """NAME@N, and the digest over everything that decides an answer."""
+    model_digest: _builtins.str
+    tokens: _builtins.int
+    """Of all texts together, special tokens and prompts included."""
+    queue_ms: _builtins.float
+    """From arrival to the start of the first run."""
+    total_ms: _builtins.float
+    resumed_count: _builtins.int
+    """How often the request went on in a new engine worker after one was lost."""
+    def __init__(
+        self,
+        *,
+        model_version: _builtins.str = ...,
+        model_digest: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
+        total_ms: _builtins.float = ...,
+        resumed_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_digest", b"model_digest", "model_version", b"model_version", "queue_ms", b"queue_ms", "resumed_count", b"resumed_count", "tokens", b"tokens", "total_ms", b"total_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Answered: _TypeAlias = Answered  # noqa: Y015
+
+@_typing.final
 class ListModelsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -649,6 +1076,12 @@ class Model(_message.Message):
     VOCABULARY_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     digest: _builtins.str
@@ -659,6 +1092,24 @@ class Model(_message.Message):
     vocabulary: _builtins.int
     ready: _builtins.bool
     chat: _builtins.bool
+    kind: _builtins.str
+    """generate, embed, classify, rerank or tensor: what it answers."""
+    dimensions: _builtins.int
+    """Numbers of one embedding."""
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a model that classifies or ranks."""
+
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a model that embeds: the names that prompt_name may have."""
+
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """Of a tensor model."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     def __init__(
         self,
         *,
@@ -672,11 +1123,53 @@ class Model(_message.Message):
         vocabulary: _builtins.int = ...,
         ready: _builtins.bool = ...,
         chat: _builtins.bool = ...,
+        kind: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        prompts: _abc.Iterable[_builtins.str] | None = ...,
+        inputs: _abc.Iterable[Global___TensorSpec] | None = ...,
+        outputs: _abc.Iterable[Global___TensorSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "chat", b"chat", "context", b"context", "digest", b"digest", "name", b"name", "precision", b"precision", "ready", b"ready", "slots", b"slots", "version", b"version", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "chat", b"chat", "context", b"context", "digest", b"digest", "dimensions", b"dimensions", "inputs", b"inputs", "kind", b"kind", "labels", b"labels", "name", b"name", "outputs", b"outputs", "precision", b"precision", "prompts", b"prompts", "ready", b"ready", "slots", b"slots", "version", b"version", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class TensorSpec(_message.Message):
+    """One input or output of a tensor model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    AXES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """-1 is a free axis."""
+
+    @_builtins.property
+    def axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the free axes, "" for the others: the same name is the same size, "?" is any."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        axes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015

@@ -49,6 +49,26 @@ class InferenceStub:
                 request_serializer=resident_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
                 response_deserializer=resident_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/resident.v1.Inference/Embed',
+                request_serializer=resident_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=resident_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/resident.v1.Inference/Classify',
+                request_serializer=resident_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=resident_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/resident.v1.Inference/Rerank',
+                request_serializer=resident_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+                response_deserializer=resident_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Infer = channel.unary_unary(
+                '/resident.v1.Inference/Infer',
+                request_serializer=resident_dot_v1_dot_inference__pb2.InferRequest.SerializeToString,
+                response_deserializer=resident_dot_v1_dot_inference__pb2.InferResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/resident.v1.Inference/ListModels',
                 request_serializer=resident_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -81,6 +101,34 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """One vector for each text, from a model of kind embed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request, context):
+        """Scores of every label for each text or pair of texts, from a model of kind classify or rerank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Documents by how well they answer a query, best first, from a model of kind rerank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Infer(self, request, context):
+        """Named tensors in, named tensors out, from a model of kind tensor.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that can be named in a request, with their limits and state.
         """
@@ -105,6 +153,26 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.CountTokens,
                     request_deserializer=resident_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
                     response_serializer=resident_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=resident_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=resident_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=resident_dot_v1_dot_inference__pb2.ClassifyRequest.FromString,
+                    response_serializer=resident_dot_v1_dot_inference__pb2.ClassifyResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=resident_dot_v1_dot_inference__pb2.RerankRequest.FromString,
+                    response_serializer=resident_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
+            'Infer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Infer,
+                    request_deserializer=resident_dot_v1_dot_inference__pb2.InferRequest.FromString,
+                    response_serializer=resident_dot_v1_dot_inference__pb2.InferResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -193,6 +261,114 @@ class Inference:
             '/resident.v1.Inference/CountTokens',
             resident_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
             resident_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resident.v1.Inference/Embed',
+            resident_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            resident_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resident.v1.Inference/Classify',
+            resident_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+            resident_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resident.v1.Inference/Rerank',
+            resident_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+            resident_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Infer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resident.v1.Inference/Infer',
+            resident_dot_v1_dot_inference__pb2.InferRequest.SerializeToString,
+            resident_dot_v1_dot_inference__pb2.InferResponse.FromString,
             options,
             channel_credentials,
             insecure,

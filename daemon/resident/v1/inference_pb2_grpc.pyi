@@ -39,6 +39,14 @@ class InferenceStub:
     """The same generation in one answer."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """How many tokens a prompt has for a model, without generating."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """One vector for each text, from a model of kind embed."""
+    Classify: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.ClassifyResponse]
+    """Scores of every label for each text or pair of texts, from a model of kind classify or rerank."""
+    Rerank: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]
+    """Documents by how well they answer a query, best first, from a model of kind rerank."""
+    Infer: _grpc.UnaryUnaryMultiCallable[_inference_pb2.InferRequest, _inference_pb2.InferResponse]
+    """Named tensors in, named tensors out, from a model of kind tensor."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that can be named in a request, with their limits and state."""
 
@@ -53,6 +61,14 @@ class InferenceAsyncStub(InferenceStub):
     """The same generation in one answer."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """How many tokens a prompt has for a model, without generating."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """One vector for each text, from a model of kind embed."""
+    Classify: _aio.UnaryUnaryMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.ClassifyResponse]  # type: ignore[assignment]
+    """Scores of every label for each text or pair of texts, from a model of kind classify or rerank."""
+    Rerank: _aio.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]  # type: ignore[assignment]
+    """Documents by how well they answer a query, best first, from a model of kind rerank."""
+    Infer: _aio.UnaryUnaryMultiCallable[_inference_pb2.InferRequest, _inference_pb2.InferResponse]  # type: ignore[assignment]
+    """Named tensors in, named tensors out, from a model of kind tensor."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that can be named in a request, with their limits and state."""
 
@@ -82,6 +98,38 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CountTokensResponse, _abc.Awaitable[_inference_pb2.CountTokensResponse]]:
         """How many tokens a prompt has for a model, without generating."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """One vector for each text, from a model of kind embed."""
+
+    @_abc_1.abstractmethod
+    def Classify(
+        self,
+        request: _inference_pb2.ClassifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ClassifyResponse, _abc.Awaitable[_inference_pb2.ClassifyResponse]]:
+        """Scores of every label for each text or pair of texts, from a model of kind classify or rerank."""
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _inference_pb2.RerankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.RerankResponse, _abc.Awaitable[_inference_pb2.RerankResponse]]:
+        """Documents by how well they answer a query, best first, from a model of kind rerank."""
+
+    @_abc_1.abstractmethod
+    def Infer(
+        self,
+        request: _inference_pb2.InferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.InferResponse, _abc.Awaitable[_inference_pb2.InferResponse]]:
+        """Named tensors in, named tensors out, from a model of kind tensor."""
 
     @_abc_1.abstractmethod
     def ListModels(

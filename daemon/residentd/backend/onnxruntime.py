@@ -37,6 +37,7 @@ ORT_VERSION_MIN = "1.32"
 THREADS_MAX = 256
 MIB = 1 << 20
 LOAD_PEAK_FACTOR = 1.3  # 698 MiB peak for 540 MB of weights while packing them (onnxruntime 1.32.0, 2026-12)
+WIDENED_PEAK_FACTOR = 2.6  # of weights in 16 bits, which are widened at load: 630 MiB for 257 MiB of files (same)
 WORKSPACE_BYTES = 128 * MIB  # activations of a 512-token step of a 135M model took 57 MiB (same)
 PADDED_FACTOR = 12  # KV widths of padded queries, keys, values and outputs, up to 5 query heads a KV head
 
@@ -97,10 +98,10 @@ class OnnxRuntimeBackend:
         """Load `engine` from the version's `directory`. Raises MachineError or StoreError before anything is held."""
         limits = engine.limits
         _check_supported(engine)
-        _check_memory(engine, memory_need(directory, engine), memory_available_bytes())
+        check_memory(engine, memory_need(directory, engine), memory_available_bytes())
         self._limits = Limits(limits.slots, limits.context, limits.step_tokens_max, limits.vocab)
         options = options or RuntimeOptions()
-        self._session = _session(directory / engine.path, options)
+        self._session = open_session(directory / engine.path, options)
         self._inputs = _step_inputs(self._session, engine)
         self._exact = options.exact
         self._arranger = StepArranger(self._limits, exact=self._exact)
@@ -129,7 +130,7 @@ class OnnxRuntimeBackend:
         except AssertionError:
             raise
         except Exception as error:
-            raise _step_error(plan, error) from error
+            raise step_error(plan, error) from error
 
     def _run(self, rows: Sequence[Row]) -> Logits:
         arrays = self._arranger.arrange(rows)
@@ -186,15 +187,20 @@ class _Binding:
 def memory_need(directory: Path, engine: Engine) -> MemoryNeed:
     """What loading `engine` takes, from the sizes of its files and its limits."""
     limits = engine.limits
-    files = sum(path.stat().st_size for path in (directory / engine.path).parent.iterdir() if path.is_file())
     positions = limits.slots * (limits.context + 1)
     widest = max((cache.heads * cache.dim for cache in engine.caches), default=0)
     return MemoryNeed(
-        weights=int(files * LOAD_PEAK_FACTOR),
+        weights=weights_need(directory, engine),
         caches=sum(positions * cache.heads * cache.dim * _dtype(cache)().itemsize for cache in engine.caches),
         logits=limits.slots * limits.vocab * 4,
         workspace=WORKSPACE_BYTES + limits.slots * limits.step_tokens_max * widest * PADDED_FACTOR * 4,
     )
+
+
+def weights_need(directory: Path, engine: Engine) -> int:
+    """Bytes at the peak of loading the files beside the engine's graph."""
+    files = sum(path.stat().st_size for path in (directory / engine.path).parent.iterdir() if path.is_file())
+    return int(files * (WIDENED_PEAK_FACTOR if engine.precision in {"fp16", "bf16"} else LOAD_PEAK_FACTOR))
 
 
 def memory_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -235,13 +241,22 @@ def session_options(options: RuntimeOptions | None = None) -> Any:
     if options.spin_us > 0:
         settings.add_session_config_entry("session.intra_op.spin_duration_us", str(options.spin_us))
         settings.add_session_config_entry("session.force_spinning_stop", "1")
+    # Without VNNI, uint8 times int8 saturates in 16 bits; told so, ONNX Runtime makes the weights uint8 at load, which
+    # is exact (tried on an emulated AVX2 processor). With VNNI it changes nothing.
+    settings.add_session_config_entry("session.x64quantprecision", "1")
     # Not session.set_denormal_as_zero: it switches the calling thread for good, and our sampling with it.
     return settings
 
 
-def _session(path: Path, options: RuntimeOptions) -> Any:
+def open_session(path: Path, options: RuntimeOptions, *, keeps_memory: bool = True) -> Any:
+    """The session of an engine's file. Raises MachineError.
+
+    keeps_memory: what a run frees stays for the next. Without, tensors whose sizes never repeat leave no gaps.
+    """
     try:
-        return ort.InferenceSession(str(path), session_options(options), providers=["CPUExecutionProvider"])
+        settings = session_options(options)
+        settings.enable_cpu_mem_arena = keeps_memory
+        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except MachineError:
         raise
     except Exception as error:
@@ -281,7 +296,8 @@ def _has_query_lengths() -> bool:
     return any(value.name == "query_seqlens" for schema in schemas for value in schema.inputs)
 
 
-def _check_memory(engine: Engine, need: MemoryNeed, available: int) -> None:
+def check_memory(engine: Engine, need: MemoryNeed, available: int) -> None:
+    """Raise MachineError, with what would fit, if `need` is more than the `available` bytes."""
     if need.total <= available:
         return
     limits = engine.limits
@@ -313,7 +329,7 @@ def _bind_input(io: Any, name: str, array: Array) -> None:
     io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
-def _step_error(plan: StepPlan, error: Exception) -> MachineError:
+def step_error(plan: StepPlan, error: Exception) -> MachineError:
     """Out of memory may pass, and K/V written so far lie beyond every row's start; anything else ends the backend."""
     text = _first_line(error)
     if isinstance(error, MemoryError) or any(mark in text for mark in OUT_OF_MEMORY_MARKS):

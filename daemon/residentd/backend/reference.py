@@ -106,7 +106,7 @@ class ReferenceBackend:
         tokens = np.array(list(itertools.chain.from_iterable(row.tokens for row in plan.rows)), np.uint64)
         packed = np.arange(tokens.size)
         positions = packed + (starts - lengths.cumsum() + lengths).repeat(lengths)
-        self._cache[positions + first.repeat(lengths)] = _mix(tokens, positions.astype(np.uint64))
+        self._cache[positions + first.repeat(lengths)] = mix(tokens, positions.astype(np.uint64))
 
     def _sums(self, begins: Int64, ends: Int64) -> Uint64:
         """The sum of the cache over each [begin, end), in one pass over the slots between the first and the last."""
@@ -147,7 +147,7 @@ def load(directory: Path, engine: Engine) -> ReferenceBackend:
 def next_token(prefix: Sequence[int], model: ReferenceModel, vocab: int) -> int:
     """The greedy token after `prefix`, from the tokens alone."""
     positions = np.arange(len(prefix), dtype=np.uint64)
-    total = _mix(np.array(prefix, np.uint64), positions).sum(dtype=np.uint64)
+    total = mix(np.array(prefix, np.uint64), positions).sum(dtype=np.uint64)
     return int(_choose(np.array([total], np.uint64), model, vocab)[0])
 
 
@@ -159,7 +159,7 @@ def continuation(prompt: Sequence[int], count: int, model: ReferenceModel, vocab
     return tuple(tokens[len(prompt) :])
 
 
-def _mix(tokens: Uint64, positions: Uint64) -> Uint64:
+def mix(tokens: Uint64, positions: Uint64) -> Uint64:
     mixed = (tokens + np.uint64(1)) * _MULTIPLIER + (positions + np.uint64(1)) * _FINAL
     mixed ^= mixed >> _SHIFT
     return mixed * _MULTIPLIER
@@ -179,7 +179,7 @@ def _planned(faults: tuple[PlannedFault, ...]) -> Fault:
         done += 1
         for fault in faults:
             if fault.step == done or (fault.token is not None and _reads(plan, fault.token)):
-                _carry_out(fault)
+                carry_out(fault)
 
     return happen
 
@@ -188,7 +188,7 @@ def _reads(plan: StepPlan, token: int) -> bool:
     return any(token in row.tokens for row in plan.rows)
 
 
-def _carry_out(fault: PlannedFault) -> None:
+def carry_out(fault: PlannedFault) -> None:
     match fault.kind:
         case "crash":
             os.kill(os.getpid(), signal.SIGKILL)

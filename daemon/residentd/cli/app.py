@@ -17,13 +17,16 @@ import typer
 from residentd.cli.bench import bench
 from residentd.cli.chat import chat
 from residentd.cli.command import command, connection_parameters
+from residentd.cli.encode import classify, embed, rerank
 from residentd.cli.exits import ExitCode, Failure, exit_code_table
 from residentd.cli.generate import count_tokens, generate, models
+from residentd.cli.infer import infer
 from residentd.cli.install import install
 from residentd.cli.options import ConnectionOptions
 from residentd.cli.output import discard, open_output, report, settle
 from residentd.cli.serve import serve
 from residentd.cli.status import status
+from residentd.cli.verify import verify
 from residentd.cli.versions import list_versions, load, unload
 
 PROGRAM = "residentctl"
@@ -36,8 +39,13 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     ("load", "Models on this machine", load),
     ("unload", "Models on this machine", unload),
     ("status", "Models on this machine", status),
+    ("verify", "Models on this machine", verify),
     ("generate", "Using a model", generate),
     ("chat", "Using a model", chat),
+    ("embed", "Using a model", embed),
+    ("classify", "Using a model", classify),
+    ("rerank", "Using a model", rerank),
+    ("infer", "Using a model", infer),
     ("count-tokens", "Using a model", count_tokens),
     ("models", "Using a model", models),
     ("bench", "Using a model", bench),

@@ -39,11 +39,30 @@ _OVERLONG: Mapping[str, str] = MappingProxyType({"event": "overlong"})
 
 
 def command_line(request: InstallRequest, state: Path) -> list[str]:
-    numbers = {"--context": request.context, "--slots": request.slots, "--step-tokens": request.step_tokens}
-    given = [word for option, value in numbers.items() if value for word in (option, str(value))]
-    keep = ["--keep-active"] if request.keep_active else []
     module = [sys.executable, "-m", "residentd_build", request.directory]
-    return [*module, "--state", str(state), "--name", request.name, *given, *keep, "--json"]
+    keep = ["--keep-active"] if request.keep_active else []
+    return [*module, "--state", str(state), "--name", request.name, *_options(request), *keep, "--json"]
+
+
+def _options(request: InstallRequest) -> Iterator[str]:
+    """Those of the request's own values that are not the compiler's defaults, a word each."""
+    numbers = {"context": request.context, "slots": request.slots, "step-tokens": request.step_tokens}
+    texts = {
+        "precision": request.precision,
+        "embedding": request.embedding,
+        "head": request.head,
+        "mode": request.mode,
+        "variant": request.variant,
+        "kind": request.kind,
+    }
+    yield from (f"--{name}={value}" for name, value in (numbers | texts).items() if value)
+    if request.HasField("block"):
+        yield f"--block={request.block}"
+    if request.HasField("symmetric"):
+        yield "--symmetric" if request.symmetric else "--asymmetric"
+    if request.kl_max:
+        yield f"--kl-max={request.kl_max}"
+    yield from (f"--shape={shape}" for shape in request.shapes)
 
 
 def build(words: list[str]) -> Generator[InstallProgress, None, None]:

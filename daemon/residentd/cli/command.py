@@ -14,11 +14,11 @@ from typing import Any
 import typer
 
 from residentd.cli.exits import ExitCode, Failure
-from residentd.cli.options import ConnectionOptions, SamplingOptions
+from residentd.cli.options import ConnectionOptions, SamplingOptions, SourceOptions, WeightOptions
 from residentd.cli.output import Output, open_output, report
 from residentd.cli.target import Target, resolve
 
-_GROUPS = (ConnectionOptions, SamplingOptions)
+_GROUPS = (ConnectionOptions, SamplingOptions, SourceOptions, WeightOptions)
 
 
 @dataclass(frozen=True, slots=True)

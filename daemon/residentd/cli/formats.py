@@ -28,6 +28,20 @@ def size(number_bytes: int) -> str:
     return f"{value:.3g} TB" if value < 999.5 else f"{value:,.0f} TB"
 
 
+def three_digits(value: float) -> str:
+    """`9.80`, `19.4`, `2,345`, `1.1e+10`."""
+    if not math.isfinite(value):
+        return NONE
+    if value >= 999_500:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def divergence(value: float) -> str:
+    """Nats, to two digits: `0.031`, `1.4`; `0` where no more than rounding is left."""
+    return "0" if value < 5e-6 else f"{value:.2g}" if value >= 1e-4 else f"{value:.0e}"
+
+
 def milliseconds(value: float) -> str:
     """`0.42 ms`, `21 ms`, `1.25 s`."""
     if not math.isfinite(value):

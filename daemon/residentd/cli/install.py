@@ -15,8 +15,9 @@ from residentd.cli import builder
 from residentd.cli.channels import admin_stub, reach_admin
 from residentd.cli.command import Session
 from residentd.cli.exits import ExitCode, Failure, usage
+from residentd.cli.options import SourceOptions, WeightOptions
 from residentd.cli.progress import follow, installed_lines
-from residentd.cli.requests import UINT32_MAX
+from residentd.cli.requests import UINT32_MAX, checked
 from residentd.cli.target import Target
 
 INSTALL_S_MAX = 86_400.0
@@ -41,11 +42,15 @@ def install(
     keep_active: Annotated[
         bool, typer.Option("--keep-active", help="Leave the version that NAME means now as it is.")
     ] = False,
+    source: SourceOptions,
+    weights: WeightOptions,
 ) -> None:
     """Compile an ONNX export for this machine, verify it against the export, and serve it.
 
-    DIR is what `optimum-cli export onnx --task text-generation-with-past` writes. Ctrl-C cancels, and nothing is left
-    behind. Where no daemon runs, the compiler is run directly, and the daemon loads the version when it starts.
+    DIR is what `optimum-cli export onnx` writes: with --task text-generation-with-past a model that generates, with
+    feature-extraction one that embeds (modules.json and 1_Pooling beside it), with text-classification one that
+    classifies or ranks; or any ONNX file. Ctrl-C cancels, and nothing is left behind. Where no daemon runs, the
+    compiler is run directly, and the daemon loads the version when it starts.
     """
     request = InstallRequest(
         directory=str(_export(directory)),
@@ -54,6 +59,16 @@ def install(
         slots=slots,
         step_tokens=step_tokens,
         keep_active=keep_active,
+        precision=weights.precision or "",
+        block=None if weights.block is None else int(weights.block),
+        symmetric=weights.symmetric,
+        embedding=weights.embedding or "",
+        head=weights.head or "",
+        kl_max=_kl_max(weights.kl_max),
+        mode=source.mode or "",
+        variant=source.variant,
+        kind=source.kind,
+        shapes=[checked(entry) for entry in source.shape or ()],
     )
     output = session.output
     target = session.target()
@@ -71,13 +86,20 @@ def install(
         output.note(f"no daemon answers on {target.admin_socket}; it loads {name} when it starts")
 
 
+def _kl_max(value: float | None) -> float:
+    """0 stands for the default in the contract, so it cannot be asked for. Raises Failure (usage)."""
+    if value == 0:
+        raise usage("--kl-max is 0; no build of less than fp32 loses nothing. Give a bound in nats, such as 0.05")
+    return value or 0.0
+
+
 def _export(directory: Path) -> Path:
     """The absolute path of `directory`. One that this user cannot look into is left to the daemon to judge."""
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute() keeps `..`, resolve() follows links
     with contextlib.suppress(PermissionError):
         if not path.exists():
             raise usage(f"there is no directory {path}. Give the directory that holds model.onnx")
-        if not path.is_dir():
+        if not path.is_dir() and path.suffix != ".onnx":
             raise usage(f"{path} is not a directory. Give the directory that holds model.onnx and config.json")
     return path
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 CONNECTION_PANEL = "Connection and output"
+WEIGHTS_PANEL = "Weights (what is left out is the best for the CPU)"
 SAMPLING_PANEL = "Sampling (what is left out takes the model's own default)"
 
 
@@ -74,6 +75,72 @@ class ConnectionOptions:
         """These options, with `outer`'s where this one leaves the default."""
         chosen = {field.name: getattr(self, field.name) or getattr(outer, field.name) for field in fields(self)}
         return ConnectionOptions(**chosen)
+
+
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "auto"]
+Format = Literal["same", "fp32", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What is built, where the source leaves a choice."""
+
+    mode: Annotated[
+        Literal["auto", "canonical", "compatibility"] | None,
+        typer.Option(help="canonical: or refuse it; compatibility: run it as exported. Default: so if it must be."),
+    ] = None
+    variant: Annotated[
+        str, typer.Option(metavar="FILE", help="Which of several ONNX files. Default: the least quantised.")
+    ] = ""
+    kind: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND", help="generate, embed, classify, rerank or tensor. Default: what the directory shows."
+        ),
+    ] = ""
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="INPUT=1x3x48x320", help="Sizes to verify a tensor model with. Repeatable."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOptions:
+    """In which format a build keeps its weights, and what that may cost; None is the compiler's default."""
+
+    precision: Annotated[
+        Precision | None,
+        typer.Option(
+            help="auto measures several on this machine and keeps the fastest within the bound. Default: fp32, or what "
+            "an export that arrives quantised is.",
+            rich_help_panel=WEIGHTS_PANEL,
+        ),
+    ] = None
+    block: Annotated[
+        Literal["0", "32", "128"] | None,
+        typer.Option(
+            help="Weights that share a scale. 0, in an int8 build: all of an output channel.",
+            rich_help_panel=WEIGHTS_PANEL,
+        ),
+    ] = None
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Weights without a zero point, or with one for each block.",
+            rich_help_panel=WEIGHTS_PANEL,
+        ),
+    ] = None
+    embedding: Annotated[Format | None, typer.Option(help="The token embedding.", rich_help_panel=WEIGHTS_PANEL)] = None
+    head: Annotated[Format | None, typer.Option(help="The output head.", rich_help_panel=WEIGHTS_PANEL)] = None
+    kl_max: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="Mean KL divergence from the export past which nothing is installed. Default: by precision.",
+            rich_help_panel=WEIGHTS_PANEL,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
-from resident.v1.admin_pb2 import InstallProgress, Version
+from resident.v1.admin_pb2 import Cost, InstallProgress, Quality, Version
 from residentd.cli import formats
 from residentd.cli.exits import ExitCode, Failure
 from residentd.cli.output import Output, fields_of, printable
@@ -104,8 +104,9 @@ def installed_lines(version: Version) -> list[str]:
     digest = formats.short_digest(version.digest)
     lines = [f"installed {version.name}@{version.number} ({digest}){', active' if version.active else ''}"]
     if version.precision:
+        weights = f" ({version.weights})" if version.weights else ""
         lines.append(
-            f"  {version.precision} for {version.target}, context {version.context:,} × "  # noqa: RUF001
+            f"  {version.precision}{weights} for {version.target}, context {version.context:,} × "  # noqa: RUF001
             f"{formats.plural(version.slots, 'slot')}, {formats.size(version.bytes)}"
         )
     if version.greedy_total:
@@ -113,6 +114,31 @@ def installed_lines(version: Version) -> list[str]:
             f"  agrees with its export: {version.greedy_equal}/{version.greedy_total} greedy tokens, "
             f"logits within {version.logit_diff_max:.1e} (bound {version.logit_diff_bound:.1e})"
         )
+    if version.HasField("quality"):
+        lines.append(f"  {_quality(version.quality)}")
+    if version.HasField("cost"):
+        lines.append(f"  {_cost(version.cost)}")
+    lines.extend(f"  {line}" for line in version.candidates)
     if version.mode == "compatibility":
         lines.append(f"  in compatibility mode: {version.mode_reason}")
     return lines
+
+
+def _quality(quality: Quality) -> str:
+    """What the build lost, over the text that the compiler carries."""
+    return (
+        f"beside its export: KL {formats.divergence(quality.kl_mean)} (bound {quality.kl_bound:g}), perplexity "
+        f"{formats.three_digits(quality.perplexity)} ({formats.three_digits(quality.perplexity_export)}), the same "
+        f"first choice at {quality.top1:.1%} of {quality.positions:,} positions"
+    )
+
+
+def _cost(cost: Cost) -> str:
+    one, eight, prefill = (
+        formats.three_digits(rate)
+        for rate in (cost.decode_1_tokens_per_s, cost.decode_8_tokens_per_s, cost.prefill_tokens_per_s)
+    )
+    return (
+        f"on this machine: {one} tokens/s for one sequence, {eight} for eight, {prefill} of prompt; "
+        f"{formats.size(cost.memory_bytes)} of memory"
+    )

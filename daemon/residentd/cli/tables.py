@@ -13,9 +13,10 @@ from rich.text import Text
 from resident.v1.admin_pb2 import EngineStatus, Percentiles, StatusResponse, Version
 from resident.v1.inference_pb2 import Model
 from residentd.cli import formats
+from residentd.cli.checks import check_line
 from residentd.cli.output import printable
 
-WIDE_COLUMNS_MIN = 110
+WIDE_COLUMNS_MIN = 160
 BAR_COLUMNS = 20
 ACTIVE_MARK = "●"
 _STATE_STYLES = {
@@ -24,13 +25,14 @@ _STATE_STYLES = {
     "loading": "yellow",
     "starting": "yellow",
     "draining": "yellow",
+    "degraded": "bold red",
     "failed": "bold red",
     "not_serving": "bold red",
 }
 
 
 def versions_table(versions: Sequence[Version], *, now: datetime, columns: int) -> RenderableType:
-    """Every version: one line each where there is room, else two."""
+    """Every version: one line each where there is room, else three."""
     if not versions:
         return Text("No model is installed. Install one: residentctl install DIR --name NAME")
     build = _wide_versions if columns >= WIDE_COLUMNS_MIN else _narrow_versions
@@ -41,17 +43,21 @@ def versions_table(versions: Sequence[Version], *, now: datetime, columns: int) 
 
 
 def _wide_versions(versions: Iterable[Version], now: datetime) -> Table:
-    table = _table("", "MODEL", "STATE", "ENGINE", ">CONTEXT", ">SLOTS", ">SIZE", ">AGREEMENT", "DIGEST", ">AGE")
+    table = _table(
+        *("", "MODEL", "STATE", "ENGINE", ">CONTEXT", ">SIZE", ">AGREEMENT", ">KL", ">TOP-1", ">PERPLEXITY"),
+        *(">TOKENS/S", "DIGEST", ">AGE"),
+    )
     for version in versions:
         table.add_row(
             _mark(version),
             Text(printable(f"{version.name}@{version.number}"), style="bold"),
             _state(version.state),
-            printable(f"{version.precision} {version.target}"),
-            formats.count(version.context),
-            str(version.slots),
+            printable(_engine(version)),
+            f"{formats.count(version.context) if version.context else formats.NONE} × {version.slots}",  # noqa: RUF001
             formats.size(version.bytes),
-            f"{_greedy(version)}, {_logits(version)}",
+            f"{_greedy(version)} {_logits(version)}",
+            *_quality(version),
+            ", ".join(_speeds(version)),
             Text(formats.short_digest(version.digest), style="dim"),
             formats.age(version.created, now),
         )
@@ -59,17 +65,58 @@ def _wide_versions(versions: Iterable[Version], now: datetime) -> Table:
 
 
 def _narrow_versions(versions: Iterable[Version], now: datetime) -> Table:
-    table = _table("", "MODEL", "STATE", ">CONTEXT", ">SIZE", ">AGREEMENT")
+    """Three lines a version, in 80 columns."""
+    table = _table("", "MODEL", "STATE", ">SIZE", ">QUALITY", ">TOKENS/S")
     for version in versions:
+        slots = formats.plural(version.slots, "slot")
+        divergence, top1, perplexity = _quality(version)
+        measured = version.HasField("quality")
+        one, eight = _speeds(version)
         table.add_row(
             _mark(version),
-            _two(f"{version.name}@{version.number}", f"{version.precision} {version.target}", style="bold"),
-            Text.assemble(_state(version.state), "\n", (formats.short_digest(version.digest), "dim")),
-            _two(formats.count(version.context), f"× {formats.plural(version.slots, 'slot')}"),  # noqa: RUF001
-            _two(formats.size(version.bytes), f"{formats.age(version.created, now)} old"),
-            _two(_greedy(version), _logits(version)),
+            _lines(
+                f"{version.name}@{version.number}",
+                _engine(version),
+                f"{formats.count(version.context)} × {slots}",  # noqa: RUF001
+                style="bold",
+            ),
+            Text.assemble(
+                _state(version.state),
+                ("\n" + formats.short_digest(version.digest), "dim"),
+                ("\n" + formats.age(version.created, now), "dim"),
+            ),
+            formats.size(version.bytes),
+            _lines(
+                f"{_greedy(version)} {_logits(version)}",
+                f"KL {divergence}, {top1}" if measured else formats.NONE,
+                f"ppl {perplexity}" if measured else "",
+            ),
+            _lines(f"{one} at 1", f"{eight} at 8") if version.HasField("cost") else Text(formats.NONE),
         )
     return table
+
+
+def _engine(version: Version) -> str:
+    """What it does where it does not generate, and what with."""
+    kind = f"{version.kind} " if version.kind not in {"", "generate"} else ""
+    return f"{kind}{version.precision} {version.target}"
+
+
+def _quality(version: Version) -> tuple[str, str, str]:
+    """KL divergence from the export, share of equal first choices, perplexity (and the export's)."""
+    if not version.HasField("quality"):
+        return formats.NONE, formats.NONE, formats.NONE
+    quality = version.quality
+    perplexities = (formats.three_digits(value) for value in (quality.perplexity, quality.perplexity_export))
+    return formats.divergence(quality.kl_mean), f"{100 * quality.top1:.1f} %", "{} ({})".format(*perplexities)
+
+
+def _speeds(version: Version) -> tuple[str, str]:
+    """Tokens a second of one sequence and of eight together, as measured by the compiler."""
+    if not version.HasField("cost"):
+        return formats.NONE, formats.NONE
+    cost = version.cost
+    return formats.three_digits(cost.decode_1_tokens_per_s), formats.three_digits(cost.decode_8_tokens_per_s)
 
 
 def _table(*headers: str) -> Table:
@@ -82,8 +129,9 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _two(first: str, second: str, *, style: str = "") -> Text:
-    return Text.assemble((printable(first), style), "\n", (printable(second), "dim"))
+def _lines(first: str, *others: str, style: str = "") -> Text:
+    """One cell: `first`, and the others dim below it."""
+    return Text.assemble((printable(first), style), *((f"\n{printable(other)}", "dim") for other in others))
 
 
 def _mark(version: Version) -> Text:
@@ -117,11 +165,12 @@ def models_table(models: Sequence[Model], *, columns: int) -> RenderableType:
         return Text("No model is served.")
     wide = columns >= WIDE_COLUMNS_MIN
     architecture = ("ARCHITECTURE",) if wide else ()
-    table = _table("MODEL", "STATE", *architecture, "PRECISION", ">CONTEXT", ">SLOTS", ">VOCABULARY", "CHAT")
+    table = _table("MODEL", "STATE", "KIND", *architecture, "PRECISION", ">CONTEXT", ">SLOTS", ">VOCABULARY", "CHAT")
     for model in models:
         table.add_row(
             Text(printable(model_reference(model)), style="bold"),
             _state("ready" if model.ready else "not ready"),
+            printable(model.kind or "generate"),
             *((printable(model.architecture),) if wide else ()),
             printable(model.precision),
             formats.count(model.context),
@@ -156,13 +205,17 @@ def engine_view(engine: EngineStatus) -> RenderableType:
         (printable(engine.model_version), "bold"),
         "  ",
         _state(engine.state),
-        (f"  {formats.short_digest(engine.digest)}  {printable(engine.scheduling)}", "dim"),
+        (f"  {formats.short_digest(engine.digest)}  {printable(_scheduling(engine))}", "dim"),
     )
     lines: list[RenderableType] = [head]
     if engine.state_reason:
         lines.append(Text(f"  {printable(engine.state_reason)}", style="yellow"))
     lines.extend((_usage(engine), _latencies(engine)))
     return Group(*lines)
+
+
+def _scheduling(engine: EngineStatus) -> str:
+    return engine.scheduling if engine.kind in {"", "generate"} else ""
 
 
 def _usage(engine: EngineStatus) -> Table:
@@ -177,7 +230,16 @@ def _usage(engine: EngineStatus) -> Table:
         ("KV", _bar(kv_used, kv_total).append(cache, style="default")),
         ("tokens/s", f"{output} output, {prompt} prompt"),
         ("steps", f"{engine.steps:,}, at most {formats.plural(engine.batch_rows_max, 'row')} in one"),
+    ]
+    if engine.kind not in {"", "generate"}:
+        rows = [
+            ("kind", engine.kind),
+            ("rows/s", f"{output}, {engine.waiting} requests waiting"),
+            ("runs", f"{engine.steps:,}, at most {formats.plural(engine.batch_rows_max, 'row')} in one"),
+        ]
+    rows += [
         ("worker", f"{worker}, {formats.plural(engine.worker_restarts, 'restart')}"),
+        ("checked", check_line(engine.check) if engine.HasField("check") else formats.NONE),
         ("ended", " · ".join(f"{printable(reason)} {total:,}" for reason, total in by_count) or formats.NONE),
     ]
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -192,7 +254,10 @@ def _bar(used: int, total: int) -> Text:
 
 def _latencies(engine: EngineStatus) -> Table:
     table = _table("          ", ">p50", ">p95", ">p99", ">samples")
-    for name, percentiles in (("TTFT", engine.ttft_ms), ("ITL", engine.itl_ms)):
+    shown = [("TTFT", engine.ttft_ms), ("ITL", engine.itl_ms)]
+    if engine.kind not in {"", "generate"}:
+        shown = [("whole", engine.ttft_ms)]
+    for name, percentiles in shown:
         table.add_row(Text(f"  {name}", style="dim"), *_percentiles(percentiles))
     return table
 

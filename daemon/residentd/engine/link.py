@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
+from residentd.calls import Call, RunRecord, Value
 from residentd.errors import LinkError
+from residentd.models.checks import Part
 from residentd.types import Finish, Finished, Limits, Request, RequestId, StepRecord, TokenLogprobs
 
 FRAME_BYTES_MAX: Final = 64 << 20
@@ -32,10 +34,18 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     waiting_max: int
     waiting_tokens_max: int
     retries_max: int
+    waiting_bytes_max: int = 256 << 20
+    purpose: Literal["serve", "check"] = "serve"  # check: load with little memory, report Checked, and leave
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     request: Request
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A request to a model that answers in one run."""
+
+    call: Call
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -51,6 +61,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave now; whatever runs is abandoned (the daemon drains first)."""
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True):
+    """Worker to daemon, once, before Ready: what replaying the goldens gave, and what they were computed with."""
+
+    parts: tuple[Part, ...]
+    environment: dict[str, str]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +94,16 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     finished: list[Finished]
 
 
+class Results(msgspec.Struct, frozen=True, tag=True):
+    """Worker to daemon, one or more a run: values by request and place, and the requests that ended."""
+
+    record: RunRecord | None
+    ids: list[RequestId]
+    places: list[int]
+    values: list[Value]
+    finished: list[Finished]
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
     number: int
 
@@ -88,8 +115,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     permanent: bool
 
 
-ToWorker = Start | Submit | Cancel | Ping | Stop
-FromWorker = Loading | Ready | Events | Pong | Failed
+ToWorker = Start | Submit | Ask | Cancel | Ping | Stop
+FromWorker = Loading | Checked | Ready | Events | Results | Pong | Failed
 
 _encoder: Final = msgspec.msgpack.Encoder()
 to_worker_decoder: Final = msgspec.msgpack.Decoder(ToWorker)

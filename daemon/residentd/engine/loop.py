@@ -11,7 +11,7 @@ from typing import Final
 from residentd.backend.base import Backend
 from residentd.core.pacing import Pacer
 from residentd.core.scheduler import Scheduler
-from residentd.engine.link import Cancel, Events, FromWorker, Ping, Pong, Submit
+from residentd.engine.link import Ask, Cancel, Events, FromWorker, Ping, Pong, Submit
 from residentd.errors import CallerError, StepRetryableError
 from residentd.sampling import Sampler
 from residentd.types import Event, Finish, Finished, Refusal, Request, RequestId, Row, StepPlan, StepRecord, Token
@@ -45,7 +45,7 @@ class Loop:
     def idle(self) -> bool:
         return not self._scheduler.has_work
 
-    def turn(self, frames: Sequence[Submit | Cancel | Ping]) -> bool:
+    def turn(self, frames: Sequence[Submit | Ask | Cancel | Ping]) -> bool:
         """Take in `frames`, then run at most one step. False when there was nothing to compute."""
         pings = [frame for frame in frames if isinstance(frame, Ping)]
         for frame in frames:
@@ -60,12 +60,15 @@ class Loop:
             self._emit(Pong(ping.number))
         return plan is not None
 
-    def _accept(self, frame: Submit | Cancel | Ping) -> None:
+    def _accept(self, frame: Submit | Ask | Cancel | Ping) -> None:
         match frame:
             case Submit(request):
                 self._publish(self._submit(request), None)
             case Cancel(request_id, reason):
                 self._publish(self._scheduler.cancel(request_id, reason), None)
+            case Ask(call):
+                detail = "this model generates; it has no answer in one run"
+                self._publish([Finished(call.id, Finish.REJECTED, detail, Refusal.INVALID)], None)
             case Ping():
                 pass  # answered after this turn's step
 

@@ -2,73 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from residentd.backend.base import Backend
-from residentd.errors import AccuracyError
-from residentd.models.manifest import Golden
+from residentd.backend.replay import AT_ONCE, Answer, Cut, replay
+from residentd.models.checks import STATISTICS, STATISTICS_RMS, TOKENS, Part
+from residentd.models.manifest import Content, Golden, LogitStatistics, Tolerance
+from residentd.models.statistics import is_clear, worst_difference
 from residentd.types import RequestId, Row, StepPlan
 
-DISAGREEMENT_MAX = 0.1
-"""Share of golden tokens that a quantised build may miss: its kernels round with the batch (facts: solo equals batched
-for 3 to 5 of 8 requests)."""
+DISAGREEMENT_MAX: Final = 0.1
+"""Share of golden tokens that a quantised build without statistics may miss: its kernels round with the batch (facts:
+solo equals batched for 3 to 5 of 8 requests)."""
 
 
-def probe_goldens(backend: Backend, goldens: Sequence[Golden], *, exact: bool) -> None:
-    """Generate every golden greedily, as many at once as there are slots. Raises AccuracyError with the count.
+@dataclass(slots=True)
+class _Tally:
+    """Grows with each position."""
+
+    checked: int = 0
+    missed: int = 0
+    worst: float = 0.0
+    squares: float = 0.0
+    detail: str = ""
+
+
+def probe(backend: Backend, content: Content, cut: Cut = AT_ONCE) -> tuple[Part, ...]:
+    """Replay every golden and compare tokens and, where they were recorded, the statistics of the logits.
 
     Without goldens one step runs all the same: READY is never said of an engine that has not computed.
     """
-    if not goldens:
+    goldens, tolerance = content.goldens, content.tolerance
+    if not any(golden.output for golden in goldens):
         backend.step(StepPlan(step=-1, rows=(Row(RequestId(0), 0, 0, (0,), samples=True),)))
-    slots = backend.limits.slots
-    missed = total = 0
-    for first in range(0, len(goldens), slots):
-        batch = goldens[first : first + slots]
-        for golden, output in zip(batch, _generate(backend, batch), strict=True):
-            total += len(golden.output)
-            missed += sum(got != want for got, want in zip(output, golden.output, strict=True))
-    if missed > (0 if exact else DISAGREEMENT_MAX * total):
-        raise AccuracyError(
-            f"{missed} of {total} golden tokens differ from those recorded at install. "
-            "The engine does not compute here what it computed then: reinstall this version"
+        return ()
+    tokens, statistics = _Tally(), _Tally()
+    bound = 0.0 if tolerance is None else tolerance.bound
+    # Within its noise a quantised build has hardly a token that wins clearly: all count, and some may be turned.
+    unclear = 0.0 if tolerance is None or tolerance.bound_rms else bound
+    for answer in replay(backend, goldens, cut):
+        golden = goldens[answer.golden]
+        recorded = golden.statistics[answer.output] if golden.statistics else None
+        _count_token(tokens, answer, golden, recorded, unclear)
+        if recorded is not None:
+            _count_statistics(statistics, answer, recorded, bound)
+    missed_max = 0 if tolerance is None else tolerance.tokens_missed_max
+    if tolerance is None and content.engine.precision != "fp32":
+        missed_max = int(DISAGREEMENT_MAX * tokens.checked)
+    return tuple(_parts(tokens, statistics, missed_max=missed_max, tolerance=tolerance))
+
+
+def _count_token(tally: _Tally, answer: Answer, golden: Golden, recorded: LogitStatistics | None, bound: float) -> None:
+    """Only where `bound` lets no other token win does the engine's choice mean anything; 0: everywhere."""
+    if bound and recorded is not None and not is_clear(recorded, bound):
+        return
+    expected = golden.output[answer.output] if recorded is None else recorded.ids[0]
+    found = int(answer.logits.argmax())
+    tally.checked += 1
+    if found != expected:
+        tally.missed += 1
+        tally.detail = tally.detail or f"first: {_place(answer)} is {found} instead of {expected}"
+
+
+def _count_statistics(tally: _Tally, answer: Answer, recorded: LogitStatistics, bound: float) -> None:
+    difference = worst_difference(answer.logits, recorded)
+    tally.checked += 1
+    tally.missed += difference.value > bound
+    tally.squares += difference.value**2
+    if difference.value > tally.worst or not tally.detail:
+        tally.worst = difference.value
+        tally.detail = f"{difference.name}, {_place(answer)}"
+
+
+def _parts(tokens: _Tally, statistics: _Tally, *, missed_max: int, tolerance: Tolerance | None) -> Iterator[Part]:
+    yield Part(name=TOKENS, checked=tokens.checked, missed=tokens.missed, missed_max=missed_max, detail=tokens.detail)
+    if not statistics.checked or tolerance is None:
+        return
+    checked = statistics.checked
+    yield Part(
+        name=STATISTICS,
+        checked=checked,
+        missed=statistics.missed,
+        worst=statistics.worst,
+        bound=tolerance.bound,
+        detail=statistics.detail,
+    )
+    if tolerance.bound_rms:
+        rms = math.sqrt(statistics.squares / checked)
+        missed = 0 if rms <= tolerance.bound_rms else checked
+        yield Part(
+            name=STATISTICS_RMS, checked=checked, missed=missed, worst=rms, bound=tolerance.bound_rms, detail="over all"
         )
 
 
-def _generate(backend: Backend, goldens: Sequence[Golden]) -> list[list[int]]:
-    """Greedy outputs, teacher-forced on the golden so that one miss counts once. One slot each."""
-    outputs: list[list[int]] = [[] for _ in goldens]
-    computed = [0] * len(goldens)
-    targets = [golden.prompt + golden.output for golden in goldens]
-    lengths = [len(golden.prompt) for golden in goldens]
-    step = 0
-    while any(len(output) < len(golden.output) for output, golden in zip(outputs, goldens, strict=True)):
-        step += 1
-        rows = _rows(backend, goldens, computed, lengths, targets)
-        logits = backend.step(StepPlan(step=-step, rows=tuple(rows)))
-        sampling = [row.slot for row in rows if row.samples]
-        for row in rows:
-            computed[row.slot] += len(row.tokens)
-        for slot, token in zip(sampling, logits.argmax(axis=1).tolist(), strict=True):
-            outputs[slot].append(token)
-            lengths[slot] += 1
-    return outputs
+def _place(answer: Answer) -> str:
+    return f"golden {answer.golden + 1}, token {answer.output + 1}"
 
 
-def _rows(
-    backend: Backend,
-    goldens: Sequence[Golden],
-    computed: Sequence[int],
-    lengths: Sequence[int],
-    targets: Sequence[tuple[int, ...]],
-) -> list[Row]:
-    budget = backend.limits.step_tokens_max
-    rows: list[Row] = []
-    for slot, golden in enumerate(goldens):
-        done = lengths[slot] - len(golden.prompt) == len(golden.output)
-        tokens = () if done else targets[slot][computed[slot] : lengths[slot]][:budget]
-        if tokens:
-            budget -= len(tokens)
-            samples = computed[slot] + len(tokens) == lengths[slot]
-            rows.append(Row(RequestId(slot), slot, computed[slot], tokens, samples))
-    return rows
+def longest_golden(goldens: Sequence[Golden]) -> int:
+    """Positions that a slot needs for any of `goldens`."""
+    return max((len(golden.prompt) + len(golden.output) for golden in goldens), default=1)

@@ -20,11 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
+import msgspec
+
 from residentd.backend.base import Backend
 from residentd.core.pacing import Pacer, Profile
 from residentd.core.scheduler import Policy, Scheduler
+from residentd.engine.batch_backend import BatchBackend
+from residentd.engine.batch_loop import BatchLoop
+from residentd.engine.batch_worker import check_batches, load_batches
 from residentd.engine.link import (
+    Ask,
     Cancel,
+    Checked,
     Failed,
     FrameReader,
     FromWorker,
@@ -39,17 +46,22 @@ from residentd.engine.link import (
     send,
 )
 from residentd.engine.loop import Loop
-from residentd.engine.probe import probe_goldens
-from residentd.errors import BackendLostError, LinkError, ResidentError
-from residentd.models.manifest import Manifest, decode
+from residentd.engine.probe import longest_golden, probe
+from residentd.errors import AccuracyError, BackendLostError, LinkError, ResidentError
+from residentd.models.checks import Part, failure_message
+from residentd.models.environment import engine_environment
+from residentd.models.manifest import Content, Manifest, decode
 from residentd.sampling import Sampler
 
 RECEIVE_BYTES: Final = 1 << 18
 TURN_FRAMES_MAX: Final = 1024
 """Frames taken in before one step: a burst of cancels must not hold up the running rows for ever."""
 PR_SET_PDEATHSIG: Final = 1
+CHECK_SLOTS_MAX: Final = 8
+CHECK_NICENESS: Final = 10
+"""A worker that only checks leaves the processor to those that serve."""
 
-Inbox = queue.SimpleQueue[Submit | Cancel | Ping | Stop]
+Inbox = queue.SimpleQueue[Submit | Ask | Cancel | Ping | Stop]
 """Bounded by the daemon: at most one Submit and one Cancel for each of its `limits.requests_max` live requests."""
 
 
@@ -68,7 +80,11 @@ def main() -> NoReturn:
 def _serve(start: Start, inbox: Inbox, emit: Callable[[FromWorker], None]) -> int:
     """Load, prove, serve until told to stop. Returns the exit status."""
     try:
-        loop, backend, ready = _load(start, emit)
+        manifest = _manifest(start)
+        if start.purpose == "check":
+            _check(start, manifest, emit)
+            return 0
+        loop, backend, ready = _load(start, manifest, emit)
         emit(ready)
         _run(loop, inbox)
     except (BrokenPipeError, ConnectionResetError):
@@ -84,10 +100,10 @@ def _serve(start: Start, inbox: Inbox, emit: Callable[[FromWorker], None]) -> in
     return 0
 
 
-def _run(loop: Loop, inbox: Inbox) -> None:
+def _run(loop: Loop | BatchLoop, inbox: Inbox) -> None:
     """Turn until a Stop frame. Blocks on the inbox while idle."""
     while True:
-        frames: list[Submit | Cancel | Ping] = []
+        frames: list[Submit | Ask | Cancel | Ping] = []
         if loop.idle:
             first = inbox.get()
             if isinstance(first, Stop):
@@ -101,12 +117,16 @@ def _run(loop: Loop, inbox: Inbox) -> None:
         loop.turn(frames)
 
 
-def _load(start: Start, emit: Callable[[FromWorker], None]) -> tuple[Loop, Backend, Ready]:
+def _load(
+    start: Start, manifest: Manifest, emit: Callable[[FromWorker], None]
+) -> tuple[Loop | BatchLoop, Backend | BatchBackend, Ready]:
+    if manifest.content.kind != "generate":
+        return load_batches(start, manifest, emit)
     started_ns = time.monotonic_ns()
-    directory = Path(start.version_dir)
-    manifest = decode((directory / "manifest.json").read_bytes())
-    emit(Loading(stage="loading the engine"))
-    backend = open_backend(manifest, directory, threads=start.threads, spin_us=start.spin_us)
+    backend, content = _open(start, manifest, emit)
+    failure = failure_message(_replay(backend, content, emit), ())
+    if failure:
+        raise AccuracyError(failure)
     pacer = Pacer(profile=Profile(start.scheduling), prefill_tokens_max=start.prefill_tokens_max)
     policy = Policy(
         waiting_max=start.waiting_max,
@@ -114,8 +134,6 @@ def _load(start: Start, emit: Callable[[FromWorker], None]) -> tuple[Loop, Backe
         waiting_tokens_max=max(start.waiting_tokens_max, backend.limits.capacity),
         retries_max=start.retries_max,
     )
-    emit(Loading(stage="replaying the goldens"))
-    probe_goldens(backend, manifest.content.goldens, exact=manifest.content.engine.precision == "fp32")
     loop = Loop(
         backend=backend,
         scheduler=Scheduler(backend.limits, policy),
@@ -127,14 +145,58 @@ def _load(start: Start, emit: Callable[[FromWorker], None]) -> tuple[Loop, Backe
     return loop, backend, Ready(limits=backend.limits, load_ms=(time.monotonic_ns() - started_ns) // 1_000_000)
 
 
+def _manifest(start: Start) -> Manifest:
+    return decode((Path(start.version_dir) / "manifest.json").read_bytes())
+
+
+def _check(start: Start, manifest: Manifest, emit: Callable[[FromWorker], None]) -> None:
+    """Replay the goldens beside whatever serves: at low priority, in no more memory than they need."""
+    os.nice(CHECK_NICENESS)
+    if manifest.content.kind != "generate":
+        check_batches(start, manifest, emit).close()
+        return
+    backend, content = _open(start, manifest, emit)
+    _replay(backend, content, emit)
+    backend.close()
+
+
+def _open(start: Start, manifest: Manifest, emit: Callable[[FromWorker], None]) -> tuple[Backend, Content]:
+    directory = Path(start.version_dir)
+    if start.purpose == "check":
+        manifest = _small(manifest)
+    emit(Loading(stage="loading the engine"))
+    return open_backend(manifest, directory, threads=start.threads, spin_us=start.spin_us), manifest.content
+
+
+def _replay(backend: Backend, content: Content, emit: Callable[[FromWorker], None]) -> tuple[Part, ...]:
+    emit(Loading(stage="replaying the goldens"))
+    parts = probe(backend, content)
+    emit(Checked(parts=parts, environment=engine_environment()))
+    return parts
+
+
+def _small(manifest: Manifest) -> Manifest:
+    """`manifest` with the slots and context that its goldens need."""
+    content = manifest.content
+    limits = content.engine.limits
+    limits = msgspec.structs.replace(
+        limits,
+        slots=min(limits.slots, CHECK_SLOTS_MAX),
+        context=min(limits.context, longest_golden(content.goldens)),
+    )
+    engine = msgspec.structs.replace(content.engine, limits=limits)
+    return msgspec.structs.replace(manifest, content=msgspec.structs.replace(content, engine=engine))
+
+
 def open_backend(manifest: Manifest, directory: Path, *, threads: int, spin_us: int) -> Backend:
     """The backend that `manifest` was built for. Runtimes are imported here, so a worker loads only its own."""
     engine = manifest.content.engine
     match engine.target:
         case "onnxruntime-cpu":
-            from residentd.backend.onnxruntime import OnnxRuntimeBackend, RuntimeOptions  # noqa: PLC0415
+            from residentd.backend.modes import open_engine  # noqa: PLC0415
+            from residentd.backend.onnxruntime import RuntimeOptions  # noqa: PLC0415
 
-            return OnnxRuntimeBackend(directory, engine, options=RuntimeOptions(threads=threads, spin_us=spin_us))
+            return open_engine(directory, engine, RuntimeOptions(threads=threads, spin_us=spin_us))
         case "reference":
             from residentd.backend import reference  # noqa: PLC0415
 
@@ -168,7 +230,7 @@ def _receive(connection: socket.socket, reader: FrameReader, inbox: Inbox) -> No
     _leave(0)
 
 
-def _expect_request(frame: ToWorker) -> Submit | Cancel | Ping | Stop:
+def _expect_request(frame: ToWorker) -> Submit | Ask | Cancel | Ping | Stop:
     if isinstance(frame, Start):
         raise LinkError("a second Start frame")
     return frame

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from residentd.errors import OperatorError, StoreError
+from residentd.models.encoder import Encoder, Kind, Tensors
 
 SCHEMA = 2
 NAME_PATTERN = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
@@ -49,6 +50,19 @@ class CacheTensor(_Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "float16", "bfloat16"]
 
 
+class State(_Struct, frozen=True, kw_only=True):
+    """What a compatibility engine carries from run to run at batch 1: an input, and the output that is its next value.
+
+    shape: of the input; 0 at `axis`, the one that counts tokens. axis None: the shape is fixed and starts as zeros.
+    """
+
+    input: str
+    output: str
+    dtype: Literal["float32", "float16"]
+    shape: tuple[int, ...]
+    axis: int | None = None
+
+
 class Engine(_Struct, frozen=True, kw_only=True):
     """What the backend loads. `path` is relative to the version's directory."""
 
@@ -61,6 +75,8 @@ class Engine(_Struct, frozen=True, kw_only=True):
     path: str
     limits: EngineLimits
     caches: tuple[CacheTensor, ...]
+    states: tuple[State, ...] = ()  # of compatibility mode, which has no caches
+    weights: str = ""  # the format in a few words where `precision` does not say it all: "row8; head int8 block 32"
 
 
 class Text(_Struct, frozen=True, kw_only=True):
@@ -85,11 +101,44 @@ class SamplingDefaults(_Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
+class LogitStatistics(_Struct, frozen=True, kw_only=True):
+    """Of the logits before one output token, as the engine gave them when it was built: 7 significant digits.
+
+    `ids` are the likeliest tokens, best first, then some others; `logits` are theirs.
+    """
+
+    ids: tuple[int, ...]
+    logits: tuple[float, ...]
+    logsumexp: float
+    mean: float
+    deviation: float
+
+
 class Golden(_Struct, frozen=True, kw_only=True):
-    """A prompt and the greedy ids the export itself produced after it; replayed at every load."""
+    """A prompt and the greedy ids the export itself produced after it; replayed at every load.
+
+    `statistics`, where they were recorded, are of the engine itself: one entry for each output token.
+    """
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
+    statistics: tuple[LogitStatistics, ...] = ()
+
+
+class Tolerance(_Struct, frozen=True, kw_only=True):
+    """How far the statistics of a replay may be from the recorded ones, in logits.
+
+    `bound`: the worst difference of any. `bound_rms`, of quantised builds: the root mean square over the positions of
+    each one's worst. `spread` is the largest difference that the engine showed when it was built, with the goldens
+    batched otherwise and, if quantised, with the rounding of another processor put into its caches.
+    """
+
+    bound: float
+    spread: float
+    bound_rms: float = 0.0  # 0: the worst says enough, as where nothing but fp32 rounding is between two replays
+    tokens_missed_max: int = (
+        0  # golden tokens of a quantised build that rounding may turn; of others none that is clear
+    )
 
 
 class TextGolden(_Struct, frozen=True, kw_only=True):
@@ -97,6 +146,19 @@ class TextGolden(_Struct, frozen=True, kw_only=True):
 
     text: str
     ids: tuple[int, ...]
+
+
+class ChatGolden(_Struct, frozen=True, kw_only=True):
+    """A conversation of (role, content), what the template writes for it at a fixed moment, and the prompt's ids.
+
+    `refused`: the template, or the keeping apart of control tokens, refuses it, and must go on to.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    add_generation_prompt: bool = True
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    refused: bool = False
 
 
 class Agreement(_Struct, frozen=True, kw_only=True):
@@ -109,6 +171,32 @@ class Agreement(_Struct, frozen=True, kw_only=True):
     positions: int  # sampled rows compared
 
 
+class Quality(_Struct, frozen=True, kw_only=True):
+    """The build beside its export, over the text that the compiler carries; next-token distributions, in nats."""
+
+    kl_mean: float  # KL divergence from the export to the build
+    kl_p99: float  # of the worst position in a hundred
+    kl_bound: float  # of the mean; past it nothing was published
+    perplexity: float
+    perplexity_export: float
+    top1: float  # share of the positions at which both have the same first choice
+    positions: int
+    kl_in_flight: float = 0.0  # the worst between a position in flight and the same alone; fp32 builds are exact
+
+
+class Cost(_Struct, frozen=True, kw_only=True):
+    """What the build takes on the machine that built it.
+
+    Speeds are those of steps, without any request's overhead: the lower quartile of their times.
+    """
+
+    file_bytes: int  # graph and weights
+    memory_bytes: int  # computed, as a load computes it: below this it is refused
+    decode_1_tokens_per_s: float  # one sequence
+    decode_8_tokens_per_s: float  # eight together
+    prefill_tokens_per_s: float
+
+
 class Build(_Struct, frozen=True, kw_only=True):
     """How it was made. Explains a version; decides no answer, so it is outside the digest."""
 
@@ -117,6 +205,7 @@ class Build(_Struct, frozen=True, kw_only=True):
     source_sha256: str
     seconds: float
     passes: tuple[str, ...]  # what each pass did, one line each
+    candidates: tuple[str, ...] = ()  # what --precision auto measured, and why it chose, one line each
 
 
 class Content(_Struct, frozen=True, kw_only=True):
@@ -124,11 +213,16 @@ class Content(_Struct, frozen=True, kw_only=True):
 
     architecture: str
     engine: Engine
-    text: Text
+    text: Text | None  # None: a tensor model
     sampling: SamplingDefaults
     goldens: tuple[Golden, ...]
     text_goldens: tuple[TextGolden, ...]
     files: dict[str, File]
+    chat_goldens: tuple[ChatGolden, ...] = ()
+    tolerance: Tolerance | None = None  # None: an older build, whose goldens have ids only
+    kind: Kind = "generate"
+    encoder: Encoder | None = None  # of embed, classify and rerank
+    tensors: Tensors | None = None  # of tensor
 
 
 class Manifest(_Struct, frozen=True, kw_only=True):
@@ -138,6 +232,8 @@ class Manifest(_Struct, frozen=True, kw_only=True):
     digest: str
     agreement: Agreement
     build: Build
+    quality: Quality | None = None  # None: an older build
+    cost: Cost | None = None
 
 
 def content_digest(content: Content) -> str:

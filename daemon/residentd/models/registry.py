@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+
 from residentd.errors import NotFoundError, StoreError
+from residentd.models.checks import Check, Occasion, Part, judge
+from residentd.models.environment import Environment
 from residentd.models.manifest import check_name
 
 SCHEMA = 1
@@ -25,6 +30,7 @@ BUSY_MS_MAX = 10_000
 MODELS_MAX = 1024
 VERSIONS_PER_MODEL_MAX = 10_000
 NAMES_SHOWN_MAX = 8
+CHECKS_KEPT_MAX = 32  # of one version; the last that passed is kept beside them
 
 _TABLES = """
 CREATE TABLE schema (only INTEGER PRIMARY KEY CHECK (only = 1), version INTEGER NOT NULL);
@@ -36,6 +42,14 @@ CREATE TABLE active (
     name TEXT PRIMARY KEY, number INTEGER NOT NULL, FOREIGN KEY (name, number) REFERENCES versions (name, number)
 );
 """
+_CHECKS_TABLE = """
+CREATE TABLE IF NOT EXISTS checks (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, digest TEXT NOT NULL, passed INTEGER NOT NULL,
+    found TEXT NOT NULL, FOREIGN KEY (name, digest) REFERENCES versions (name, digest)
+);
+CREATE INDEX IF NOT EXISTS checks_of_version ON checks (name, digest, number)
+"""
+"""Added to registries of before it: whoever does not know it serves as it always did, so the schema stays 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,15 @@ class Version:
     @property
     def reference(self) -> str:
         return f"{self.name}@{self.number}"
+
+
+_FORGET_CHECKS = """
+DELETE FROM checks WHERE name = :name AND digest = :digest AND number NOT IN (
+    SELECT number FROM (SELECT number FROM checks WHERE name = :name AND digest = :digest
+                        ORDER BY number DESC LIMIT :kept)
+    UNION SELECT coalesce(max(number), 0) FROM checks WHERE name = :name AND digest = :digest AND passed
+)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +184,31 @@ class Registry:
         name, number = parse_reference(reference)
         return find(self.state(), name, number)
 
+    def record_check(
+        self, version: Version, occasion: Occasion, parts: Sequence[Part], environment: Environment
+    ) -> Check:
+        """Judge what a check of `version` found against its last good one, and keep it as its last."""
+        with self._writing():
+            checked = self._now().astimezone(UTC).isoformat(timespec="seconds")
+            last_good = self._check(version, "AND passed")
+            check = judge(occasion, parts, environment, checked=checked, last_good=last_good)
+            # json, not msgspec: an engine of NaN differs by infinity
+            row = (version.name, version.digest, check.passed, json.dumps(msgspec.to_builtins(check)))
+            self._connection.execute("INSERT INTO checks (name, digest, passed, found) VALUES (?, ?, ?, ?)", row)
+            self._connection.execute(
+                _FORGET_CHECKS, {"name": version.name, "digest": version.digest, "kept": CHECKS_KEPT_MAX}
+            )
+        return check
+
+    def last_check(self, version: Version) -> Check | None:
+        """The last check of `version`; one that failed makes it DEGRADED."""
+        with self._mutex, _explained():
+            return self._check(version, "")
+
+    def last_good_check(self, version: Version) -> Check | None:
+        with self._mutex, _explained():
+            return self._check(version, "AND passed")
+
     def state(self) -> RegistryState:
         with self._mutex, _explained():
             return _read(self._connection)
@@ -172,6 +220,16 @@ class Registry:
     def _write_active(self, state: RegistryState, name: str, number: int) -> None:
         activate(state, name, number)
         self._connection.execute("INSERT OR REPLACE INTO active VALUES (?, ?)", (name, number))
+
+    def _check(self, version: Version, condition: str) -> Check | None:
+        found = self._connection.execute(
+            f"SELECT found FROM checks WHERE name = ? AND digest = ? {condition} ORDER BY number DESC LIMIT 1",  # noqa: S608 - ours
+            (version.name, version.digest),
+        ).fetchone()
+        try:
+            return None if found is None else msgspec.convert(json.loads(found[0]), Check)
+        except ValueError:  # in a form that another residentd wrote: the version is simply checked again
+            return None
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[RegistryState]:
@@ -201,6 +259,9 @@ def _prepare(connection: sqlite3.Connection) -> None:
                 connection.execute(statement)
             connection.execute("INSERT INTO schema VALUES (1, ?)", (SCHEMA,))
         found = connection.execute("SELECT version FROM schema").fetchone()[0]
+        if found == SCHEMA:
+            for statement in _CHECKS_TABLE.split(";"):
+                connection.execute(statement)
     if found > SCHEMA:
         raise StoreError(
             f"the registry has schema {found}; this residentd reads up to {SCHEMA}. Upgrade residentd, or restore the "

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from resident.v1 import admin_pb2, admin_pb2_grpc
@@ -32,6 +33,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._config = config
         self._started = time.monotonic()
         self._installing = asyncio.Lock()
+        self._verifying = asyncio.Lock()
 
     async def Install(
         self, request: admin_pb2.InstallRequest, context: convert.Context
@@ -74,9 +76,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             return admin_pb2.StatusResponse(
                 residentd_version=importlib.metadata.version("residentd"),
                 uptime_s=time.monotonic() - self._started,
-                engines=[
-                    _engine_status(entry, self._config) for entry in (*self._engines.loaded, *self._engines.loading)
-                ],
+                engines=[self._engine_status(entry) for entry in (*self._engines.loaded, *self._engines.loading)],
                 state=self._config.state,
             )
         raise AssertionError("reporting() does not swallow")
@@ -95,11 +95,34 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             return admin_pb2.UnloadResponse()
         raise AssertionError("reporting() does not swallow")
 
+    async def Verify(self, request: admin_pb2.VerifyRequest, context: convert.Context) -> admin_pb2.VerifyResponse:
+        async with convert.reporting(context):
+            if self._verifying.locked():
+                raise ConflictError("another verification is running. Wait for its end, or cancel it")
+            started = time.monotonic()
+            async with self._verifying:
+                version = await self._engines.verify(request.model)
+                await self._feed.refresh()
+            serving = self._engines.active.get(version.name)
+            return admin_pb2.VerifyResponse(
+                version=await asyncio.to_thread(self._version_message, version),
+                serving="" if serving is None else serving.version.reference,
+                seconds=time.monotonic() - started,
+            )
+        raise AssertionError("reporting() does not swallow")
+
     def _version_messages(self, name: str) -> list[admin_pb2.Version]:
         return [self._version_message(version) for version in self._engines.registry.versions(name or None)]
 
+    def _engine_status(self, entry: Loaded) -> admin_pb2.EngineStatus:
+        message = _engine_status(entry, self._config)
+        check = self._engines.gate.last(entry.version)
+        if check is not None:
+            message.check.CopyFrom(convert.check_message(check))
+        return message
+
     def _version_message(self, version: Version) -> admin_pb2.Version:
-        state, reason = self._engines.state_of(version.reference)
+        state, reason = self._engines.state_of(version)
         message = admin_pb2.Version(
             name=version.name,
             number=version.number,
@@ -109,6 +132,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             state=state,
             state_reason=reason,
         )
+        check = self._engines.gate.last(version)
+        if check is not None:
+            message.check.CopyFrom(convert.check_message(check))
         try:
             manifest, _ = self._engines.store.load(version.digest)
         except StoreError as error:
@@ -120,6 +146,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
 def _describe(message: admin_pb2.Version, manifest: Manifest) -> None:
     content, agreement = manifest.content, manifest.agreement
+    message.kind = content.kind
     message.architecture = content.architecture
     message.target = content.engine.target
     message.precision = content.engine.precision
@@ -132,6 +159,12 @@ def _describe(message: admin_pb2.Version, manifest: Manifest) -> None:
     message.logit_diff_bound = agreement.logit_diff_bound
     message.greedy_equal = agreement.greedy_equal
     message.greedy_total = agreement.greedy_total
+    message.weights = content.engine.weights
+    message.candidates.extend(manifest.build.candidates)
+    if manifest.quality is not None:
+        message.quality.CopyFrom(admin_pb2.Quality(**msgspec.structs.asdict(manifest.quality)))
+    if manifest.cost is not None:
+        message.cost.CopyFrom(admin_pb2.Cost(**msgspec.structs.asdict(manifest.cost)))
 
 
 def _engine_status(loaded: Loaded, config: Config) -> admin_pb2.EngineStatus:
@@ -148,7 +181,8 @@ def _engine_status(loaded: Loaded, config: Config) -> admin_pb2.EngineStatus:
         slots_used=stats.running if host.live_count else 0,
         waiting=stats.waiting if host.live_count else 0,
         kv_tokens_used=host.kv_tokens_used,
-        kv_tokens_total=limits.slots * limits.context,
+        kv_tokens_total=limits.slots * limits.context if loaded.kind == "generate" else 0,
+        kind=loaded.kind,
         steps=stats.steps,
         prompt_tokens_per_s=stats.prompt_tokens.rate_per_s(now_ns, stats.started_ns),
         output_tokens_per_s=stats.output_tokens.rate_per_s(now_ns, stats.started_ns),
@@ -186,4 +220,14 @@ def _options(request: admin_pb2.InstallRequest, config: Config) -> BuildOptions:
         slots=request.slots,
         step_tokens=request.step_tokens,
         keep_active=True,  # the name moves once the version has come up, not before
+        precision=request.precision,
+        block=request.block if request.HasField("block") else None,
+        symmetric=request.symmetric if request.HasField("symmetric") else None,
+        embedding=request.embedding,
+        head=request.head,
+        kl_max=request.kl_max,
+        mode=request.mode,
+        variant=request.variant,
+        kind=request.kind,
+        shapes=tuple(request.shapes),
     )

@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
+import msgspec
 import structlog
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from resident.v1 import inference_pb2
+from resident.v1 import admin_pb2, inference_pb2
 from residentd.errors import (
     AccuracyError,
     CallerError,
@@ -26,6 +27,7 @@ from residentd.errors import (
     SourceError,
     UnavailableError,
 )
+from residentd.models.checks import Check
 from residentd.types import SamplingParams, TokenLogprobs
 
 log = structlog.get_logger("residentd.rpc")
@@ -145,4 +147,18 @@ def sampling_message(params: SamplingParams, *, ignore_eos: bool) -> inference_p
         stop_token_ids=sorted(params.stop_ids),
         ignore_eos=ignore_eos,
         logprobs=params.logprobs,
+    )
+
+
+def check_message(check: Check) -> admin_pb2.Check:
+    return admin_pb2.Check(
+        occasion=check.occasion,
+        checked=check.checked,
+        passed=check.passed,
+        message=check.message,
+        parts=[admin_pb2.CheckPart(**msgspec.structs.asdict(part)) for part in check.parts],
+        environment=check.environment,
+        changes=[admin_pb2.EnvironmentChange(**msgspec.structs.asdict(change)) for change in check.changes],
+        first=check.first,
+        since=check.since,
     )

@@ -20,6 +20,8 @@ from residentd.errors import (
     UnavailableError,
 )
 from residentd.rpc import convert, parameters
+from residentd.rpc.calls import Calls
+from residentd.rpc.tensors import spec_message
 from residentd.supervisor.engines import Engines, Loaded
 from residentd.supervisor.generation import Generation
 from residentd.supervisor.host import State
@@ -48,6 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._engines = engines
         self._config = config
         self._ids = itertools.count(1)
+        self._calls = Calls(engines, config, self._ids, self._place)
         self._preparing = 0  # requests whose prompt is being tokenized
 
     async def Generate(
@@ -89,13 +92,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with convert.reporting(context):
             limits = self._config.limits
             parameters.check_sizes(request, context.invocation_metadata() or (), limits)
-            loaded = self._engines.resolve(request.model)
+            loaded = self._engines.resolve(request.model, ("generate",))
             ids = await parameters.prompt_ids_of(request, loaded, limits)
             return inference_pb2.CountTokensResponse(
                 tokens=len(ids),
                 context=loaded.manifest.content.engine.limits.context,
                 token_ids=ids if request.return_token_ids else (),
             )
+        raise AssertionError("reporting() does not swallow")
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: convert.Context) -> inference_pb2.EmbedResponse:
+        async with convert.reporting(context):
+            return await self._calls.embed(request, context)
+        raise AssertionError("reporting() does not swallow")
+
+    async def Classify(
+        self, request: inference_pb2.ClassifyRequest, context: convert.Context
+    ) -> inference_pb2.ClassifyResponse:
+        async with convert.reporting(context):
+            return await self._calls.classify(request, context)
+        raise AssertionError("reporting() does not swallow")
+
+    async def Rerank(
+        self, request: inference_pb2.RerankRequest, context: convert.Context
+    ) -> inference_pb2.RerankResponse:
+        async with convert.reporting(context):
+            return await self._calls.rerank(request, context)
+        raise AssertionError("reporting() does not swallow")
+
+    async def Infer(self, request: inference_pb2.InferRequest, context: convert.Context) -> inference_pb2.InferResponse:
+        async with convert.reporting(context):
+            return await self._calls.infer(request, context)
         raise AssertionError("reporting() does not swallow")
 
     async def ListModels(
@@ -125,7 +152,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         arrived_ns = time.monotonic_ns()
         limits = self._config.limits
         parameters.check_sizes(message, context.invocation_metadata() or (), limits)
-        loaded = self._engines.resolve(message.model)
+        loaded = self._engines.resolve(message.model, ("generate",))
         with self._place():
             ids = await parameters.prompt_ids_of(message, loaded, limits)
         params = parameters.sampling_params(message.sampling, loaded, prompt_tokens=len(ids), limits=limits)
@@ -240,6 +267,7 @@ def _deadline_ms(remaining_s: float | None) -> int | None:
 
 def _model_message(loaded: Loaded) -> inference_pb2.Model:
     content = loaded.manifest.content
+    encoder, tensors = content.encoder, content.tensors
     return inference_pb2.Model(
         name=loaded.version.name,
         version=loaded.version.reference,
@@ -250,5 +278,11 @@ def _model_message(loaded: Loaded) -> inference_pb2.Model:
         slots=content.engine.limits.slots,
         vocabulary=content.engine.limits.vocab,
         ready=loaded.host.state is State.READY,
-        chat=content.text.chat_template is not None,
+        chat=content.text is not None and content.text.chat_template is not None,
+        kind=content.kind,
+        dimensions=encoder.width if encoder is not None and content.kind == "embed" else 0,
+        labels=encoder.labels if encoder is not None else (),
+        prompts=sorted(encoder.prompts) if encoder is not None else (),
+        inputs=map(spec_message, tensors.inputs) if tensors is not None else (),
+        outputs=map(spec_message, tensors.outputs) if tensors is not None else (),
     )

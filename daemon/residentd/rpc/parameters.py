@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
+from google.protobuf.message import Message
+
 from resident.v1 import inference_pb2
 from residentd.config import Limits
 from residentd.errors import CallerError
@@ -23,7 +25,7 @@ INLINE_BYTES_MAX: Final = 16_384
 
 
 def check_sizes(
-    message: Prompting,
+    message: Message,
     metadata: Iterable[tuple[str, str | bytes]],
     limits: Limits,
 ) -> None:
@@ -87,7 +89,8 @@ def sampling_params(
     def given(name: str, default: float) -> float:
         return float(getattr(message, name)) if message.HasField(name) else default  # type: ignore[arg-type]
 
-    eos_ids = () if message.ignore_eos else loaded.manifest.content.text.eos_ids
+    text = loaded.manifest.content.text
+    eos_ids = () if message.ignore_eos or text is None else text.eos_ids
     params = SamplingParams(
         tokens_max=_tokens_max(message, loaded, prompt_tokens, limits),
         tokens_min=message.min_tokens,

@@ -4,23 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from residentd.config import Config
-from residentd.errors import LoadError, NotFoundError, ResidentError, UnavailableError
+from residentd.errors import (
+    AccuracyError,
+    CallerError,
+    LoadError,
+    NotFoundError,
+    OperatorError,
+    ResidentError,
+    StoreError,
+    UnavailableError,
+)
+from residentd.models.checks import FILES, Part
+from residentd.models.encoder import Kind
 from residentd.models.manifest import Manifest
 from residentd.models.registry import Registry, Version
 from residentd.models.store import Store
+from residentd.supervisor.checker import check_in_worker
+from residentd.supervisor.gate import Gate
 from residentd.supervisor.host import EngineHost, State
+from residentd.text.encoder_text import EncoderText
 from residentd.text.model import TextModel
 
 log = structlog.get_logger("residentd.engines")
 
 T = TypeVar("T")
+
+DEGRADED: Final = "degraded"
+"""The state of a version whose last check failed."""
+CALLS: Final[Mapping[Kind, str]] = MappingProxyType(
+    {
+        "generate": "Generate or Complete",
+        "embed": "Embed",
+        "classify": "Classify",
+        "rerank": "Rerank or Classify",
+        "tensor": "Infer",
+    }
+)
+"""What each kind of model answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +58,35 @@ class Loaded:
     version: Version
     manifest: Manifest
     host: EngineHost
-    text: TextModel
+    texts: TextModel | EncoderText | None  # None: a tensor model
+
+    @property
+    def kind(self) -> Kind:
+        return self.manifest.content.kind
+
+    @property
+    def text(self) -> TextModel:
+        """Of a model that generates. Raises CallerError for one that does not."""
+        if not isinstance(self.texts, TextModel):
+            raise wrong_kind(self, "generates text")
+        return self.texts
+
+    @property
+    def encoder(self) -> EncoderText:
+        """Of a model that embeds, classifies or ranks text. Raises CallerError for one that does not."""
+        if not isinstance(self.texts, EncoderText):
+            raise wrong_kind(self, "embeds, classifies or ranks text")
+        return self.texts
+
+
+def wrong_kind(loaded: Loaded, wanted: str) -> CallerError:
+    """The refusal of a call that this kind of model cannot answer."""
+    reference, kind = loaded.version.reference, loaded.kind
+    return CallerError(
+        f"model {reference} is of kind {kind}; this call wants one that {wanted}. Use {CALLS[kind]}, or name another "
+        "model",
+        field="model",
+    )
 
 
 class Engines:
@@ -43,6 +99,7 @@ class Engines:
     def __init__(self, store: Store, registry: Registry, config: Config) -> None:
         self.store = store
         self.registry = registry
+        self.gate = Gate(store, registry)
         self._config = config
         self._loaded: dict[str, Loaded] = {}  # by reference; has been READY
         self._loading: dict[str, Loaded] = {}  # by reference; on the way there
@@ -68,19 +125,28 @@ class Engines:
     def live_count(self) -> int:
         return sum(entry.host.live_count for entry in self._loaded.values())
 
-    def state_of(self, reference: str) -> tuple[str, str]:
-        """State and reason of an installed version: available, loading, ready, draining or failed."""
-        entry = self._loading.get(reference) or self._loaded.get(reference)
-        if entry is not None:
-            return str(entry.host.state), entry.host.state_reason
-        if reference in self._failures:
-            return str(State.FAILED), self._failures[reference]
-        return "available", ""
+    def state_of(self, version: Version) -> tuple[str, str]:
+        """State and reason of an installed version: available, loading, ready, draining, failed or degraded."""
+        reference = version.reference
+        if reference in self._loading:
+            host = self._loading[reference].host
+            return str(host.state), host.state_reason
+        entry, degraded = self._loaded.get(reference), self.gate.degraded(version)
+        failure = self._failures.get(reference, "") if entry is None else ""
+        if failure and not (degraded and degraded in failure):
+            return str(State.FAILED), failure
+        if degraded:
+            serves = entry is not None and entry.host.state is State.READY
+            return DEGRADED, degraded + (". It still serves" if serves else "")
+        return ("available", "") if entry is None else (str(entry.host.state), entry.host.state_reason)
 
-    def resolve(self, model: str) -> Loaded:
-        """What a request's `model` names. Raises NotFoundError, or UnavailableError when it is not loaded."""
+    def resolve(self, model: str, kinds: Sequence[Kind] = ()) -> Loaded:
+        """What a request's `model` names; empty: the only active one, if need be of the first kind that has one.
+
+        Raises NotFoundError, or UnavailableError when it is not loaded. The kind of a named model is not judged here.
+        """
         if not model:
-            return self._only()
+            return self._only(kinds)
         entry = self._loaded.get(self._active.get(model, model))
         if entry is not None:
             return entry
@@ -93,7 +159,11 @@ class Engines:
             raise UnavailableError(f"model {reference} could not be loaded; the operator's `residentctl list` says why")
         raise UnavailableError(f"model {reference} is installed but not loaded. Load it: residentctl load {reference}")
 
-    def _only(self) -> Loaded:
+    def _only(self, kinds: Sequence[Kind]) -> Loaded:
+        for kind in kinds:
+            fitting = [entry for entry in self.active.values() if entry.kind == kind]
+            if len(fitting) == 1:
+                return fitting[0]
         if len(self._active) == 1:
             return self._loaded[next(iter(self._active.values()))]
         if self._active:
@@ -122,6 +192,21 @@ class Engines:
         versions = sorted(self.registry.versions(name), key=lambda version: (version.active, version.number))
         return await self._change(name, self._load_first(tuple(reversed(versions))))
 
+    async def verify(self, reference: str) -> Version:
+        """Check a version, loaded or not, in a worker of its own; the requests of a loaded one go on.
+
+        Past a bound it is DEGRADED from then on, and its name falls back to the newest version that is good, if there
+        is one; a check that passes ends that. Raises NotFoundError, or MachineError when it could not be checked.
+        """
+        version = self.registry.resolve(reference)
+        parts, environment = await self._check(version)
+        check = self.gate.record(version, "verify", parts, environment)
+        if check.passed:
+            self._failures.pop(version.reference, None)
+        else:
+            await self._fall_back(version)
+        return version
+
     async def unload(self, reference: str) -> bool:
         """Drain and stop a version that is loaded, or give up loading it. Whether every generation ended in time."""
         version = self.registry.resolve(reference)
@@ -143,14 +228,47 @@ class Engines:
                 return await work
 
         task = asyncio.create_task(alone())
+        self._keep(task)
+        return await asyncio.shield(task)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # the caller has it, or has gone away
+
+    async def _check(self, version: Version) -> tuple[tuple[Part, ...], dict[str, str] | None]:
+        """Every part of a check, and what the engine was computed with. Raises MachineError."""
+        try:
+            manifest, directory, files = await asyncio.to_thread(self.gate.check_files, version)
+            _, texts = await asyncio.to_thread(self.gate.check_text, manifest, directory)
+        except (StoreError, OSError) as error:
+            return (Part(name=FILES, checked=1, missed=1, detail=str(error)),), None
+        checked = await check_in_worker(directory, self._config)
+        return (files, *texts, *checked.parts), checked.environment
+
+    async def _fall_back(self, version: Version) -> None:
+        """Let the name of a DEGRADED version mean its newest one that is good. Without one nothing changes."""
+        others = [other for other in self.registry.versions(version.name) if other.number != version.number]
+        for other in reversed(others):
+            if self._active.get(version.name) != version.reference:
+                return
+            if self.gate.degraded(other):
+                continue
+            try:
+                await self._change(version.name, self._relieve(version, other))
+            except LoadError as error:
+                log.warning("trying_last_good", failed=other.reference, reason=str(error))
+        if self._active.get(version.name) == version.reference:
+            log.error("no_good_version", model=version.reference)
+
+    async def _relieve(self, version: Version, other: Version) -> None:
+        if self._active.get(version.name) == version.reference:
+            await self._load(other, takes_name=True)
+            log.warning("fell_back", degraded=version.reference, serving=other.reference)
 
     async def _activate(self, version: Version) -> Loaded:
         entry = await self._load(version, takes_name=False)
@@ -206,12 +324,27 @@ class Engines:
 
     async def _prepare(self, version: Version) -> Loaded:
         """Everything before the worker. Every file must still be what its manifest says: 0.4 s for 540 MB."""
-        manifest = await asyncio.to_thread(self.store.verify_files, version.digest)
-        _, directory = self.store.load(version.digest)
-        text = await asyncio.to_thread(TextModel.load, manifest.content.text, directory)
-        await asyncio.to_thread(text.verify, manifest.content.text_goldens)
-        host = EngineHost(label=version.reference, directory=directory, manifest=manifest, config=self._config)
-        return Loaded(version=version, manifest=manifest, host=host, text=text)
+        manifest, directory, files = await asyncio.to_thread(self.gate.check_files, version)
+        text, texts = await asyncio.to_thread(self.gate.check_text, manifest, directory)
+        if not all(part.passed for part in texts):
+            raise AccuracyError(self.gate.record(version, "load", (files, *texts)).message)
+        if text is None and manifest.content.kind != "tensor":
+            raise OperatorError("it has no tokenizer, and only tensor models are served without. Install it again")
+        host = EngineHost(
+            label=version.reference,
+            directory=directory,
+            manifest=manifest,
+            config=self._config,
+            on_checked=lambda checked: self._judge(version, (files, *texts, *checked.parts), checked.environment),
+        )
+        return Loaded(version=version, manifest=manifest, host=host, texts=text)
+
+    def _judge(self, version: Version, parts: tuple[Part, ...], environment: dict[str, str]) -> str:
+        """Why a worker that has just started may not serve; empty when it may."""
+        check = self.gate.record(version, "load", parts, environment)
+        if not check.passed and version.reference in self._loaded:  # one that was good took over from a lost one
+            self._keep(asyncio.create_task(self._fall_back(version)))
+        return check.message
 
     async def _switch(self, name: str, entry: Loaded) -> None:
         old = self._active.get(name)

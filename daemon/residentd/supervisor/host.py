@@ -17,14 +17,16 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 
 from residentd.config import Config
 from residentd.engine.link import (
     Cancel,
+    Checked,
     Events,
     Failed,
     FrameReader,
@@ -33,17 +35,19 @@ from residentd.engine.link import (
     Ping,
     Pong,
     Ready,
+    Results,
     Start,
     Stop,
-    Submit,
     ToWorker,
     decode_from_worker,
     encode,
 )
 from residentd.errors import LinkError, OverloadedError, UnavailableError
 from residentd.models.manifest import Manifest
+from residentd.supervisor.asked import Asked
 from residentd.supervisor.generation import Generation
 from residentd.supervisor.stats import EngineStats
+from residentd.supervisor.work import Work
 from residentd.types import Finish, Finished, RequestId, Sampled
 
 RECEIVE_BYTES: Final = 1 << 18
@@ -67,9 +71,20 @@ class State(enum.StrEnum):
 
 
 class EngineHost:
-    """The daemon's end of one engine worker. Everything here runs on the daemon's event loop."""
+    """The daemon's end of one engine worker. Everything here runs on the daemon's event loop.
 
-    def __init__(self, *, label: str, directory: Path, manifest: Manifest, config: Config) -> None:
+    `on_checked` judges what every worker that starts makes of the goldens: "", or why the version may not serve.
+    """
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        directory: Path,
+        manifest: Manifest,
+        config: Config,
+        on_checked: Callable[[Checked], str] = lambda _checked: "",
+    ) -> None:
         self.label = label  # NAME@N, for people
         self.directory = directory
         self.manifest = manifest
@@ -78,9 +93,11 @@ class EngineHost:
         self.restarts = 0
         self.stats = EngineStats(started_ns=time.monotonic_ns())
         self._config = config
-        self._live: dict[RequestId, Generation] = {}
-        self._suspects: deque[Generation] = deque()  # lost a worker without a token: submitted one at a time
-        self._trial: Generation | None = None
+        self._on_checked = on_checked
+        self._refusal = ""  # by on_checked, of the worker of now
+        self._live: dict[RequestId, Work] = {}
+        self._suspects: deque[Work] = deque()  # lost a worker without a token: submitted one at a time
+        self._trial: Work | None = None
         self._losses: deque[float] = deque()
         self._failed_starts = 0  # workers in a row that were lost before READY
         self._process: asyncio.subprocess.Process | None = None
@@ -104,18 +121,18 @@ class EngineHost:
             await self._state_changed.wait()
         return self.state
 
-    def submit(self, generation: Generation) -> None:
+    def submit(self, work: Work) -> None:
         """Hand over a request. Raises UnavailableError when this engine takes none, OverloadedError when it is full."""
         if self.state not in (State.READY, State.LOADING):
             raise UnavailableError(f"model {self.label} is {self.state}. Retry later, or name another version")
-        self._check_room(len(generation.request.prompt))
+        self._check_room(work.weight)
         if not self._live:
             self._progress_at = time.monotonic()  # an engine that was idle until now has not stalled
-        self._live[generation.request.id] = generation
+        self._live[work.id] = work
         if self.state is State.READY:
-            self._send(Submit(generation.submission()))
+            self._send(work.frame())
 
-    def _check_room(self, prompt_tokens: int) -> None:
+    def _check_room(self, weight: int) -> None:
         """The scheduler's own rule, applied before the caller is told that the request is accepted."""
         limits, slots = self._config.limits, self.manifest.content.engine.limits.slots
         queued = len(self._live) - slots
@@ -124,22 +141,31 @@ class EngineHost:
                 f"the queue of model {self.label} holds {queued:,} of at most {limits.waiting_max:,} requests "
                 "(limits.waiting_max). Retry later"
             )
-        if queued < 0:
+        if self.manifest.content.kind == "generate" and queued < 0:
             return
-        waiting = sum(len(other.request.prompt) for other in self._live.values() if not other.times.scheduled_ns)
-        if waiting + prompt_tokens > max(limits.waiting_tokens_max, self.manifest.content.engine.limits.context):
+        waiting = sum(other.weight for other in self._live.values() if not other.times.scheduled_ns)
+        unit, key, most = self._queue_limit()
+        if waiting and waiting + weight > most:
             raise OverloadedError(
-                f"the queue of model {self.label} holds {waiting:,} tokens and this request has {prompt_tokens:,}; "
-                f"at most {limits.waiting_tokens_max:,} may wait (limits.waiting_tokens_max). Retry later"
+                f"the queue of model {self.label} holds {waiting:,} {unit} and this request has {weight:,}; "
+                f"at most {most:,} may wait ({key}). Retry later"
             )
 
-    def cancel(self, generation: Generation, reason: Finish) -> None:
+    def _queue_limit(self) -> tuple[str, str, int]:
+        """What may wait: its unit, the key that says so, and how much."""
+        limits, engine = self._config.limits, self.manifest.content.engine.limits
+        if self.manifest.content.kind == "tensor":
+            return "bytes", "limits.waiting_bytes_max", limits.waiting_bytes_max
+        most = max(limits.waiting_tokens_max, engine.context, engine.step_tokens_max)
+        return "tokens", "limits.waiting_tokens_max", most
+
+    def cancel(self, work: Work, reason: Finish) -> None:
         """End a request now. Idempotent; the worker frees its slot within one step."""
-        if self._live.pop(generation.request.id, None) is None:
+        if self._live.pop(work.id, None) is None:
             return
-        generation.finish(Finished(generation.request.id, reason), time.monotonic_ns())
+        work.finish(Finished(work.id, reason), time.monotonic_ns())
         self.stats.finished[reason] += 1
-        self._send(Cancel(generation.request.id, reason))
+        self._send(Cancel(work.id, reason))
         self._try_next_suspect()
 
     async def drain(self, limit_s: float) -> bool:
@@ -182,7 +208,8 @@ class EngineHost:
     @property
     def kv_tokens_used(self) -> int:
         """Positions that live requests hold, as far as the daemon knows."""
-        return sum(len(g.request.prompt) + g.tokens_count for g in self._live.values() if g.times.scheduled_ns)
+        live = (work for work in self._live.values() if isinstance(work, Generation) and work.times.scheduled_ns)
+        return sum(work.weight + work.tokens_count for work in live)
 
     def progressing(self, *, now: float) -> bool:
         """False when there is work and no step for `engine.stall_s`: health says NOT_SERVING."""
@@ -225,17 +252,9 @@ class EngineHost:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._started_at = time.monotonic()
+        self._refusal = ""
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "residentd.engine.worker",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                env=HUGE_PAGES | os.environ,
-            )
+            self._process = await spawn_worker(theirs)
         except BaseException:
             ours.close()
             raise
@@ -243,7 +262,7 @@ class EngineHost:
             theirs.close()
         stream, self._writer = await asyncio.open_connection(sock=ours, limit=RECEIVE_BYTES)
         self._progress_at = time.monotonic()
-        self._send(self._start_frame())
+        self._send(start_frame(self.directory, self._config))
         watch = asyncio.create_task(self._watch())
         try:
             failed = await self._receive(stream)
@@ -255,7 +274,9 @@ class EngineHost:
             self._writer = None
             self._kill()
             status = await self._process.wait()
-        return (failed.message, failed.permanent) if failed else (_describe_exit(status), False)
+        if self._refusal:
+            return self._refusal, True
+        return (failed.message, failed.permanent) if failed else (describe_exit(status), False)
 
     async def _receive(self, stream: asyncio.StreamReader) -> Failed | None:
         """Handle frames until the worker's last words or the end of the link."""
@@ -273,6 +294,10 @@ class EngineHost:
         match frame:
             case Events():
                 self._dispatch(frame)
+            case Results():
+                self._deliver(frame)
+            case Checked():
+                self._refusal = self._on_checked(frame)
             case Ready():
                 self._on_ready(frame)
             case Loading(stage):
@@ -288,7 +313,7 @@ class EngineHost:
         by_losses = sorted(self._live.values(), key=lambda generation: generation.barren_losses)
         for generation in by_losses:
             if generation.barren_losses == 0:
-                self._send(Submit(generation.submission()))
+                self._send(generation.frame())
         self._suspects = deque(generation for generation in by_losses if generation.barren_losses)
         self._try_next_suspect()
 
@@ -305,7 +330,7 @@ class EngineHost:
                 self._end(generation, Finish.ENGINE_FAILED, "the engine was lost again and again under this request")
                 continue
             self._trial = generation
-            self._send(Submit(generation.submission()))
+            self._send(generation.frame())
 
     def _dispatch(self, frame: Events) -> None:
         now_ns = time.monotonic_ns()
@@ -314,17 +339,47 @@ class EngineHost:
         logprobs = frame.logprobs or [None] * len(frame.ids)
         for request_id, index, token, entry in zip(frame.ids, frame.indexes, frame.tokens, logprobs, strict=True):
             generation = self._live.get(request_id)
-            if generation is None:
+            if not isinstance(generation, Generation):
                 continue  # cancelled here while the step ran
             self._time_token(generation, now_ns)
             if not generation.accept(index, Sampled(token, entry), now_ns):
                 self.cancel(generation, Finish.SLOW_CONSUMER)
+        self._finish(frame.finished, now_ns)
+
+    def _deliver(self, frame: Results) -> None:
+        """What one run gave, to the requests that still want it."""
+        now_ns = time.monotonic_ns()
+        record, stats = frame.record, self.stats
+        if record is not None:
+            stats.steps += 1
+            stats.waiting, stats.running = record.waiting, len(record.ids)
+            stats.batch_rows_max = max(stats.batch_rows_max, record.rows)
+            stats.prompt_tokens.add(now_ns, record.weight)
+            stats.output_tokens.add(now_ns, record.rows)
+            self._schedule(record.ids, now_ns - record.elapsed_us * 1000)
+        for request_id, place, value in zip(frame.ids, frame.places, frame.values, strict=True):
+            work = self._live.get(request_id)
+            if isinstance(work, Asked):
+                work.accept(place, value, now_ns)
         for finished in frame.finished:
-            generation = self._live.pop(finished.id, None)
-            if generation is not None:
-                generation.finish(finished, now_ns)
+            if finished.id in self._live:
+                stats.ttft_ms.add(now_ns, (now_ns - self._live[finished.id].times.arrived_ns) / 1e6)
+        self._finish(frame.finished, now_ns)
+
+    def _finish(self, ended: Iterable[Finished], now_ns: int) -> None:
+        for finished in ended:
+            work = self._live.pop(finished.id, None)
+            if work is not None:
+                work.finish(finished, now_ns)
                 self.stats.finished[finished.reason] += 1
         self._try_next_suspect()
+
+    def _schedule(self, ids: Iterable[RequestId], started_ns: int) -> None:
+        """`ids` were computed for the first time in a step that began at `started_ns`."""
+        for request_id in ids:
+            work = self._live.get(request_id)
+            if work is not None and not work.times.scheduled_ns:
+                work.times.scheduled_ns = started_ns
 
     def _account(self, frame: Events, now_ns: int) -> None:
         record, stats = frame.record, self.stats
@@ -334,10 +389,7 @@ class EngineHost:
         stats.batch_rows_max = max(stats.batch_rows_max, record.decode_rows + record.prefill_rows)
         stats.prompt_tokens.add(now_ns, record.prefill_tokens)
         stats.output_tokens.add(now_ns, len(frame.tokens))
-        for request_id in record.ids:
-            generation = self._live.get(request_id)
-            if generation is not None and not generation.times.scheduled_ns:
-                generation.times.scheduled_ns = now_ns - record.elapsed_us * 1000
+        self._schedule(record.ids, now_ns - record.elapsed_us * 1000)
 
     def _time_token(self, generation: Generation, now_ns: int) -> None:
         times = generation.times
@@ -367,19 +419,6 @@ class EngineHost:
 
     # -- small things ----------------------------------------------------------------------------------------------
 
-    def _start_frame(self) -> Start:
-        engine, limits = self._config.engine, self._config.limits
-        return Start(
-            version_dir=str(self.directory),
-            threads=engine.threads,
-            spin_us=engine.spin_us,
-            scheduling=engine.scheduling,
-            prefill_tokens_max=engine.prefill_tokens_max,
-            waiting_max=limits.waiting_max,
-            waiting_tokens_max=limits.waiting_tokens_max,
-            retries_max=engine.retries_max,
-        )
-
     def _send(self, frame: ToWorker) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(frame))
@@ -390,9 +429,9 @@ class EngineHost:
         self._state_changed.set()
         self._state_changed = asyncio.Event()
 
-    def _end(self, generation: Generation, reason: Finish, detail: str) -> None:
-        self._live.pop(generation.request.id, None)
-        generation.finish(Finished(generation.request.id, reason, detail), time.monotonic_ns())
+    def _end(self, work: Work, reason: Finish, detail: str) -> None:
+        self._live.pop(work.id, None)
+        work.finish(Finished(work.id, reason, detail), time.monotonic_ns())
         self.stats.finished[reason] += 1
 
     def _fail_all(self, detail: str) -> None:
@@ -405,16 +444,46 @@ class EngineHost:
                 os.kill(self._process.pid, signal.SIGKILL)
 
 
+async def spawn_worker(link: socket.socket) -> asyncio.subprocess.Process:
+    """An engine worker at the other end of `link`; it waits for a Start frame."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "residentd.engine.worker",
+        str(link.fileno()),
+        pass_fds=(link.fileno(),),
+        stdin=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+        env=HUGE_PAGES | os.environ,
+    )
+
+
+def start_frame(directory: Path, config: Config, purpose: Literal["serve", "check"] = "serve") -> Start:
+    engine, limits = config.engine, config.limits
+    return Start(
+        version_dir=str(directory),
+        threads=engine.threads,
+        spin_us=engine.spin_us,
+        scheduling=engine.scheduling,
+        prefill_tokens_max=engine.prefill_tokens_max,
+        waiting_max=limits.waiting_max,
+        waiting_tokens_max=limits.waiting_tokens_max,
+        waiting_bytes_max=limits.waiting_bytes_max,
+        retries_max=engine.retries_max,
+        purpose=purpose,
+    )
+
+
+def describe_exit(status: int) -> str:
+    if status < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        return f"the engine worker was ended by signal {known.get(-status, -status)}"
+    return f"the engine worker exited with status {status}"
+
+
 async def _read(stream: asyncio.StreamReader) -> bytes:
     """Whatever has arrived; empty at the end of the link, however it ended."""
     try:
         return await stream.read(RECEIVE_BYTES)
     except (ConnectionResetError, BrokenPipeError):
         return b""
-
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        return f"the engine worker was ended by signal {known.get(-status, -status)}"
-    return f"the engine worker exited with status {status}"

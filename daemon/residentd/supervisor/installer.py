@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ CANCEL_GRACE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """0 takes the compiler's default."""
+    """0, "" and None take the compiler's default."""
 
     directory: str
     name: str
@@ -29,13 +29,40 @@ class BuildOptions:
     slots: int = 0
     step_tokens: int = 0
     keep_active: bool = False
+    precision: str = ""
+    block: int | None = None
+    symmetric: bool | None = None
+    embedding: str = ""
+    head: str = ""
+    kl_max: float = 0.0
+    mode: str = ""
+    variant: str = ""
+    kind: str = ""
+    shapes: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        numbers = {"--context": self.context, "--slots": self.slots, "--step-tokens": self.step_tokens}
-        given = [word for option, value in numbers.items() if value for word in (option, str(value))]
-        keep = ["--keep-active"] if self.keep_active else []
         base = [sys.executable, "-m", "residentd_build", self.directory, "--state", self.state, "--name", self.name]
-        return [*base, *given, *keep, "--json"]
+        keep = ["--keep-active"] if self.keep_active else []
+        return [*base, *self._given(), *keep, "--json"]
+
+    def _given(self) -> Iterator[str]:
+        numbers = {"context": self.context, "slots": self.slots, "step-tokens": self.step_tokens}
+        texts = {
+            "precision": self.precision,
+            "embedding": self.embedding,
+            "head": self.head,
+            "mode": self.mode,
+            "variant": self.variant,
+            "kind": self.kind,
+        }
+        yield from (f"--{name}={value}" for name, value in (numbers | texts).items() if value)
+        if self.block is not None:
+            yield f"--block={self.block}"
+        if self.symmetric is not None:
+            yield "--symmetric" if self.symmetric else "--asymmetric"
+        if self.kl_max:
+            yield f"--kl-max={self.kl_max}"
+        yield from (f"--shape={shape}" for shape in self.shapes)
 
 
 async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:

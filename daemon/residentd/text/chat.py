@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -84,6 +85,12 @@ class ChatTemplate:
             ) from error
         except WRONG_TEMPLATE:
             pass  # it may ask for other messages
+
+    def at(self, moment: datetime) -> ChatTemplate:
+        """The same template at a fixed moment: a date that it writes is then always the same."""
+        fixed = copy.copy(self)
+        fixed._now = lambda: moment
+        return fixed
 
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> Rendered:
         """Raise CallerError if the template refuses `messages` or they go past a limit."""

@@ -22,11 +22,14 @@ from tokenizers.models import WordLevel
 
 from residentd.errors import CallerError, OperatorError
 from residentd.text.fit import bytes_per_token_max
+from residentd.text.growth import GROWTH_MAX, growth
 from residentd.text.limits import TOKENIZER_BYTES_MAX
 from residentd.text.trace import Span, Spans
 
 WITHOUT_LOCK_CHARS_MIN: Final = 4096
 """A text from this length on is encoded without Python's lock, in a thread of the library: the hop is worth it then."""
+
+PANIC: Final = "PanicException"  # of pyo3, which gives the type no importable name
 
 TRIED_OUT: Final = "Hello 123,\n\u00e9\U0001f600"
 
@@ -64,6 +67,7 @@ class Tokenizer:
 
     def _load(self, data: bytes) -> None:
         description = json.loads(data)
+        check_growth(description)
         check_merges(description["model"])
         self.inner = tokenizers.Tokenizer.from_buffer(data)
         description["added_tokens"] = description.get("added_tokens") or []
@@ -113,6 +117,13 @@ class Tokenizer:
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """Ids of `text`; with `specials` its control tokens are read as such, else they are plain text. Adds no BOS."""
         return encoded(self.inner if specials else self._sealed, text).ids
+
+    def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """Of each of `texts`, all of it plain text, without what a post-processor adds. Without Python's lock."""
+        try:
+            return self._sealed.encode_batch(list(texts), add_special_tokens=False)
+        except TypeError as error:  # lone surrogates
+            raise CallerError("a text is not valid Unicode: it holds half of a surrogate pair. Send UTF-8") from error
 
     def encode_mixed(self, text: str, user_spans: Spans) -> list[int]:
         """Ids of `text`, reading as control tokens only what stands wholly outside `user_spans`.
@@ -198,6 +209,16 @@ def check_merges(model: Mapping[str, Any]) -> None:
             )
 
 
+def check_growth(description: Mapping[str, Any]) -> None:
+    """Before the library is given a text: it cannot be stopped. Raises OperatorError."""
+    for name in ("normalizer", "decoder"):
+        if growth(description.get(name)) > GROWTH_MAX:
+            raise OperatorError(
+                f"the tokenizer's {name} may make more than {GROWTH_MAX} characters of one. "
+                "Install the model with its original tokenizer"
+            )
+
+
 def quieten(inner: tokenizers.Tokenizer) -> None:
     """A prompt is never cut or padded silently, whatever the file says."""
     inner.no_truncation()
@@ -212,6 +233,11 @@ def encoded(inner: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         return inner.encode_batch([text], add_special_tokens=False)[0]
     except TypeError as error:  # lone surrogates
         raise CallerError("the text is not valid Unicode: it holds half of a surrogate pair. Send UTF-8") from error
+    except BaseException as error:
+        # What Rust calls a panic is no Exception in Python. A pattern that takes too long to search for is one.
+        if type(error).__name__ != PANIC:
+            raise
+        raise CallerError(f"the model's tokenizer gives up on this text ({error}). Send another one") from error
 
 
 def unknown_id(inner: tokenizers.Tokenizer, model: Mapping[str, Any]) -> int | None:

@@ -158,8 +158,8 @@ def test_a_wrong_quantisation_is_refused(
     """A fault in the pass is no matter of taste: the default bound of int8 catches it; the right pass is within."""
     real = module.quantise.run
 
-    def run(draft: Draft, scheme: Scheme) -> str:
-        line = real(draft, scheme)
+    def run(draft: Draft, scheme: Scheme, importance: Any) -> str:
+        line = real(draft, scheme, importance)
         scales = [
             value
             for node in draft.graph

@@ -29,7 +29,7 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.FAILED: "failed; the message says why",
         ExitCode.USAGE: "the command or the request is wrong, and would be wrong again",
         ExitCode.SOURCE_REFUSED: "install: the source is refused; every finding is listed",
-        ExitCode.ACCURACY: "install: the engine does not reproduce its export; verify: nor what was recorded",
+        ExitCode.ACCURACY: "the engine does not reproduce its export, or what was recorded of it",
         ExitCode.MACHINE: "the machine lacks memory, disk or a library",
         ExitCode.UNREACHABLE: "no daemon answers there",
         ExitCode.OVERLOADED: "no room just now; try again later",

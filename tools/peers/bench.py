@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -226,15 +227,25 @@ def peer(name: str, arguments: argparse.Namespace) -> Iterator[Client]:
 
 
 def install(export: Path, state: Path, precisions: Sequence[str], slots: int) -> None:
-    """Compile each precision once; the profiles serve the same versions from a state directory of their own."""
-    for profile in PROFILES:
-        for precision in precisions:
-            if (state / profile / f"{precision}.{slots}").exists():
-                continue
+    """Compile each precision once; each profile serves the same versions from a state directory of its own."""
+    first, *others = (state / profile for profile in PROFILES)
+    for precision in precisions:
+        if not (first / f"{precision}.{slots}").exists():
             limits = ("--context", "512", "--slots", str(slots), "--precision", precision)
-            command = (sys.executable, "-m", "residentd_build", export, "--state", state / profile)
-            subprocess.run([*command, "--name", precision, *limits], check=True)
-            (state / profile / f"{precision}.{slots}").touch()
+            command = (sys.executable, "-m", "residentd_build", export, "--state", first, "--name", precision)
+            subprocess.run([*command, *limits], check=True)
+            (first / f"{precision}.{slots}").touch()
+    for other in others:
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(first, other, copy_function=link_weights, ignore=shutil.ignore_patterns("*.sock", "run"))
+
+
+def link_weights(source: str, target: str) -> None:
+    """The registry is written to; the files of a version never are."""
+    if "/versions/" in source:
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
 
 
 def measure(

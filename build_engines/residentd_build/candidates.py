@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,15 +25,17 @@ import psutil
 
 from residentd.backend.modes import OpenBackend, memory_need, open_engine
 from residentd.models.manifest import Cost, Engine, Golden, Quality, Tolerance
-from residentd_build import goldens, inflight, quality
+from residentd_build import calibrate, goldens, inflight, quality
 from residentd_build.draft import Draft
 from residentd_build.engine_files import write_files
 from residentd_build.foreign import refusing
 from residentd_build.passes import quantise
+from residentd_build.passes.quantise import NOTHING_KNOWN
 from residentd_build.precision import Precision, Scheme
 from residentd_build.progress import Progress, part_of, stage_of
 
 if TYPE_CHECKING:
+    from residentd_build.matrices import Floats
     from residentd_build.options import Options
     from residentd_build.quality import Measured, Reference
     from residentd_build.verify import VerifyResult
@@ -86,11 +88,13 @@ class Workshop:
     options: Options
     verified: VerifyResult
     reference: Reference
+    importance: Mapping[str, Floats] = field(default_factory=lambda: NOTHING_KNOWN)
 
 
 def choose(workshop: Workshop, verified: Engine, progress: Progress) -> Chosen:
     """The build that the options ask for, its files at `verified.path`. Raises AccuracyError when it loses too much."""
     schemes = workshop.options.weights.schemes()
+    workshop = replace(workshop, importance=_importance(workshop, schemes, verified, progress))
     if len(schemes) > 1:
         return _fastest(workshop, verified, schemes, progress)
     (scheme,) = schemes
@@ -101,6 +105,16 @@ def choose(workshop: Workshop, verified: Engine, progress: Progress) -> Chosen:
         candidate = _make(workshop, scheme, verified, Path(verified.path).parent.name, progress)
     bound = workshop.options.weights.kl_bound(_judged_as(scheme, candidate.engine))
     return _finish(workshop, candidate, bound, ())
+
+
+def _importance(
+    workshop: Workshop, schemes: Sequence[Scheme], verified: Engine, progress: Progress
+) -> Mapping[str, Floats]:
+    """What 4-bit scales are chosen by. The verified engine tells, so before its files go."""
+    if not any("int4" in {scheme.precision, scheme.head_precision} for scheme in schemes):
+        return NOTHING_KNOWN
+    with refusing("calibrated"):
+        return calibrate.importance(workshop.stage, verified, stage_of(progress, "quantise", 0.0, 0.0))
 
 
 def _judged_as(scheme: Scheme, engine: Engine) -> Precision:
@@ -142,7 +156,7 @@ def _make(workshop: Workshop, scheme: Scheme, verified: Engine, folder: str, pro
     writing = stage_of(progress, "quantise", 0.0, QUANTISE_SHARE)
     with refusing("quantised"):
         writing(0.0, scheme_name(scheme))
-        line = quantise.run(workshop.draft, scheme)
+        line = quantise.run(workshop.draft, scheme, workshop.importance)
         write_files(workshop.draft, workshop.stage / folder, writing)
     engine = msgspec.structs.replace(
         verified,

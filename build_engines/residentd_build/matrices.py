@@ -18,17 +18,26 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Grid = tuple[Floats, Floats]
 
 PART_ELEMENTS = 1 << 22  # 16 MiB of rows at a time
 CHANNEL_LIMIT = 127
+SEARCHED_BITS_MAX = 4
+NARROWER = (0.94, 0.88, 0.82, 0.76, 0.7)
+"""Shares of a block's range that are tried: what lies outside is cut, what lies inside is met more closely."""
+REFITS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """`value` is constant; `is_turned`: it lies [inputs, outputs], else [outputs, inputs]."""
+    """`value` is constant; `is_turned`: it lies [inputs, outputs], else [outputs, inputs].
+
+    `importance` [inputs]: the mean square of what each input is multiplied with, if that is known.
+    """
 
     value: ir.Value
     is_turned: bool
+    importance: Floats | None = None
 
     @property
     def name(self) -> str:
@@ -98,23 +107,21 @@ class Blocks:
 
         def of(rows: Floats) -> Bytes:
             blocks = self._blocks(rows)
-            scales, zeros = self._grid(blocks)
-            found = np.rint(blocks / scales[..., None]) + zeros[..., None]
-            return self._packed(np.clip(found, 0, self._top).astype(np.uint8))
+            return self._packed(self._nearest(blocks, self._grid(blocks, matrix)).astype(np.uint8))
 
         return matrix.compute((matrix.outputs, self.count(matrix), self.size * self.bits // 8), ir.DataType.UINT8, of)
 
     def scales(self, matrix: Matrix) -> ir.LazyTensor:
         """float32 [outputs, blocks]."""
         dims = (matrix.outputs, self.count(matrix))
-        return matrix.compute(dims, ir.DataType.FLOAT, lambda rows: self._grid(self._blocks(rows))[0])
+        return matrix.compute(dims, ir.DataType.FLOAT, lambda rows: self._grid(self._blocks(rows), matrix)[0])
 
     def zeros(self, matrix: Matrix) -> ir.LazyTensor:
         """uint8 [outputs, bytes of the codes of all blocks], packed as codes are."""
         count = self.count(matrix)
 
         def of(rows: Floats) -> Bytes:
-            zeros = self._grid(self._blocks(rows))[1].astype(np.uint8)
+            zeros = self._grid(self._blocks(rows), matrix)[1].astype(np.uint8)
             return self._packed(np.pad(zeros, ((0, 0), (0, -count % (8 // self.bits)))))
 
         return matrix.compute((matrix.outputs, -(-count * self.bits // 8)), ir.DataType.UINT8, of)
@@ -122,7 +129,9 @@ class Blocks:
     def zero_column(self, matrix: Matrix) -> ir.LazyTensor:
         """uint8 [outputs, blocks, 1]: a byte each, as GatherBlockQuantized reads the zeros of an axis of length 1."""
         dims = (matrix.outputs, self.count(matrix), 1)
-        return matrix.compute(dims, ir.DataType.UINT8, lambda rows: self._grid(self._blocks(rows))[1][..., None])
+        return matrix.compute(
+            dims, ir.DataType.UINT8, lambda rows: self._grid(self._blocks(rows), matrix)[1][..., None]
+        )
 
     @property
     def _top(self) -> int:
@@ -132,16 +141,69 @@ class Blocks:
         filled = np.pad(rows, ((0, 0), (0, -rows.shape[1] % self.size)))
         return filled.reshape(len(rows), -1, self.size)
 
-    def _grid(self, blocks: Floats) -> tuple[Floats, Floats]:
-        """Scales and zeros, [outputs, blocks] each."""
+    def _grid(self, blocks: Floats, matrix: Matrix) -> Grid:
+        """Scales and zeros, [outputs, blocks] each: of those that are tried, what loses least where it matters."""
+        if matrix.importance is None or self.bits > SEARCHED_BITS_MAX:
+            return self._candidate(blocks, 1.0)
+        weights = np.pad(matrix.importance, (0, -matrix.inputs % self.size)).reshape(-1, self.size)
+        best = self._candidate(blocks, 1.0)
+        lost = self._loss(blocks, best, weights)
+        for factor in self._factors:
+            best, lost = self._better(blocks, weights, (best, lost), self._candidate(blocks, factor))
+        for _ in range(REFITS):
+            best, lost = self._better(blocks, weights, (best, lost), self._refitted(blocks, best, weights))
+        return best
+
+    def _better(self, blocks: Floats, weights: Floats, best: tuple[Grid, Floats], other: Grid) -> tuple[Grid, Floats]:
+        """Block by block, the grid that loses less, and what it loses."""
+        (scales, zeros), lost = best
+        found = self._loss(blocks, other, weights)
+        is_better = found < lost
+        return (
+            (np.where(is_better, other[0], scales), np.where(is_better, other[1], zeros)),
+            np.minimum(found, lost),
+        )
+
+    def _loss(self, blocks: Floats, grid: Grid, weights: Floats) -> Floats:
+        scales, zeros = grid
+        missed = (self._nearest(blocks, grid) - zeros[..., None]) * scales[..., None] - blocks
+        lost: Floats = np.einsum("obs,obs,bs->ob", missed, missed, weights)
+        return lost
+
+    def _refitted(self, blocks: Floats, grid: Grid, weights: Floats) -> Grid:
+        """The scales that suit the codes best, by least squares; the zeros as they are."""
+        scales, zeros = grid
+        codes = self._nearest(blocks, grid) - zeros[..., None]
+        squares = np.einsum("obs,obs,bs->ob", codes, codes, weights)
+        products = np.einsum("obs,obs,bs->ob", codes, blocks, weights)
+        refitted = np.divide(products, squares, out=scales.copy(), where=squares > 0)
+        return _divisor(refitted), zeros
+
+    @property
+    def _factors(self) -> tuple[float, ...]:
+        """A negative one puts the longer side of symmetric codes on the other side."""
+        turned = -(1 + 1 / self._middle)
+        return (*NARROWER, turned, turned * NARROWER[0]) if self.symmetric else NARROWER
+
+    @property
+    def _middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def _candidate(self, blocks: Floats, factor: float) -> Grid:
+        """The grid over the range of each block times `factor`."""
         if self.symmetric:
-            middle = 1 << (self.bits - 1)
             largest = np.abs(blocks).argmax(axis=-1, keepdims=True)
-            scales = np.take_along_axis(blocks, largest, axis=-1)[..., 0] / np.float32(-middle)
-            return _divisor(scales), np.full(scales.shape, middle, np.float32)
+            ends = np.take_along_axis(blocks, largest, axis=-1)[..., 0]
+            scales = _divisor(ends * np.float32(factor / -self._middle))
+            return scales, np.full(scales.shape, self._middle, np.float32)
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
-        scales = _divisor((high - low) / np.float32(self._top))
-        return scales, np.clip(np.rint(-low / scales), 0, self._top)
+        scales = _divisor((high - low) * np.float32(factor / self._top))
+        return scales, np.clip(np.rint(-low * np.float32(factor) / scales), 0, self._top)
+
+    def _nearest(self, blocks: Floats, grid: Grid) -> Floats:
+        scales, zeros = grid
+        codes: Floats = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, self._top)
+        return codes
 
     def _packed(self, codes: Bytes) -> Bytes:
         return codes if self.bits == 8 else np.bitwise_or(codes[..., 0::2], codes[..., 1::2] << 4, dtype=np.uint8)

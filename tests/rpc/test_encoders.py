@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import random
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,6 +178,18 @@ def test_ragged_company_changes_no_bit(daemon: Daemon) -> None:
     assert (status.kind, status.waiting, status.slots_used) == ("embed", 0, 0)
 
 
+@contextlib.contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """The processes do not run within."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_tensor_calls_share_runs_where_that_was_shown(daemon: Daemon) -> None:
     """Calls of several rows at once get their own; a model whose rows depend on their company runs alone."""
     rng = np.random.default_rng(1)
@@ -184,8 +199,10 @@ def test_tensor_calls_share_runs_where_that_was_shown(daemon: Daemon) -> None:
         async with grpc.aio.insecure_channel(daemon.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             requests = [pb.InferRequest(model=name, inputs=[tensor("x", call)]) for call in calls]
-            replies = await asyncio.gather(*(stub.Infer(request, timeout=60) for request in requests))
-            return [array_of(reply.outputs[0]) for reply in replies]
+            with stopped(daemon.worker_pids()):  # so that all of them wait when it takes the next run
+                asked = [stub.Infer(request, timeout=60) for request in requests]
+                await stub.ListModels(pb.ListModelsRequest())  # the daemon has taken in what was sent before this
+            return [array_of((await reply).outputs[0]) for reply in asked]
 
     for call, found in zip(calls, asyncio.run(scenario("linear")), strict=True):
         # tanh of four products: a few roundings of 2^-24 of numbers up to 8

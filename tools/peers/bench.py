@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resident.v1 import inference_pb2, inference_pb2_grpc
+from residentd.models.manifest import decode
 
 START_S_MAX = 300
 PROMPT_IDS = (1000, 40000)
@@ -248,6 +249,12 @@ def link_weights(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def divergences_of(state: Path) -> dict[str, float]:
+    """Mean KL divergence from the export of each of our builds, as measured when it was built (nats)."""
+    manifests = (decode(path.read_bytes()) for path in (state / PROFILES[0]).glob("versions/*/manifest.json"))
+    return {manifest.name: manifest.quality.kl_mean for manifest in manifests if manifest.quality is not None}
+
+
 def measure(
     clients: dict[str, Client], arguments: argparse.Namespace, console: Console
 ) -> dict[tuple[str, int], list[Figures]]:
@@ -274,8 +281,11 @@ def median_ratio(ours: list[Figures], theirs: list[Figures], figure: str) -> flo
 class Report:
     """What was measured, as tables and as goals met or missed. Ours are named precision/profile."""
 
-    def __init__(self, results: dict[tuple[str, int], list[Figures]], console: Console) -> None:
+    def __init__(
+        self, results: dict[tuple[str, int], list[Figures]], divergences: dict[str, float], console: Console
+    ) -> None:
         self._results = results
+        self._divergences = divergences
         self._console = console
         self._names = list(dict.fromkeys(name for name, _ in results))
         self._counts = list(dict.fromkeys(count for _, count in results))
@@ -283,7 +293,7 @@ class Report:
 
     def figures(self) -> None:
         table = Table(title="128 tokens in, 64 out: medians of the rounds; ratios are medians of the same round's")
-        for column in ("c", "server", "tok/s", "TTFT ms", "ITL p50", "p95/p50"):
+        for column in ("c", "server", "KL", "tok/s", "TTFT ms", "ITL p50", "p95/p50"):
             table.add_column(column, justify="left" if column == "server" else "right")
         for peer_name in self._peers:
             table.add_column(f"tok/s ÷ {peer_name}", justify="right")
@@ -299,7 +309,9 @@ class Report:
         rows = self._results[name, count]
         mid = {figure: statistics.median(getattr(row, figure) for row in rows) for figure in Figures.__slots__}
         spread = statistics.median(row.itl_p95_ms / row.itl_p50_ms for row in rows)
-        cells = [str(count), name, f"{mid['tokens_per_s']:.1f}", f"{mid['ttft_ms']:.0f}", f"{mid['itl_p50_ms']:.1f}"]
+        divergence = self._divergences.get(name.partition("/")[0])
+        cells = [str(count), name, "" if divergence is None else f"{divergence:.2g}"]
+        cells += [f"{mid['tokens_per_s']:.1f}", f"{mid['ttft_ms']:.0f}", f"{mid['itl_p50_ms']:.1f}"]
         ratios = [
             f"{median_ratio(rows, self._results[peer_name, count], figure):.2f}" if name not in PEERS else ""
             for figure in ("tokens_per_s", "ttft_ms")
@@ -375,7 +387,7 @@ def main() -> int:
             clients |= {f"{precision}/{profile}": client for precision, client in ours.items()}
         clients |= {name: stack.enter_context(peer(name, arguments)) for name in arguments.beside}
         results = measure(clients, arguments, console)
-    report = Report(results, console)
+    report = Report(results, divergences_of(state), console)
     report.figures()
     is_met = report.goals()
     return 0 if is_met or not arguments.check else 1

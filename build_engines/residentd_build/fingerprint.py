@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import mmap
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from residentd.models.environment import library_versions, read_processor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,27 +32,14 @@ class SourceDigest:
 
 def tool_versions() -> dict[str, str]:
     """Versions of everything whose change could change the build; a tool that is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for tool in TOOLS:
-        try:
-            found[tool] = version(tool)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | library_versions(TOOLS)
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Mapping[str, str]:
     """The processor's name, and a digest of what it can do (proc(5)); empty strings where the kernel does not say."""
-    fields: dict[str, str] = {}
-    try:
-        text = cpuinfo.read_text(errors="replace")
-    except OSError:
-        text = ""
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
-    flags = " ".join(sorted((fields.get("flags") or fields.get("Features") or "").split()))
+    read = read_processor(cpuinfo)
+    flags = " ".join(sorted(read.flags))
     return {
-        "cpu": fields.get("model name", platform.machine()),
+        "cpu": platform.machine() if read.name is None else read.name,
         "cpu_flags_sha256": hashlib.sha256(flags.encode()).hexdigest() if flags else "",
     }

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from residentd.backend.base import Logits
 from residentd.backend.steps import StepArranger, StepArrays, runs_that_fit
 from residentd.errors import BackendLostError, MachineError, StepRetryableError, StoreError
+from residentd.models.environment import read_processor
 from residentd.models.manifest import CacheTensor, Engine
 from residentd.types import Limits, Row, StepPlan
 
@@ -252,8 +253,7 @@ def session_options(options: RuntimeOptions | None = None) -> Any:
 
 def has_vnni(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this x86 processor adds products of 8 bits up in 32 bits at once; false for any other kind."""
-    flags = (line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    return not VNNI_FLAGS.isdisjoint(next(flags, []))
+    return not VNNI_FLAGS.isdisjoint(read_processor(cpuinfo).flags)
 
 
 def open_session(path: Path, options: RuntimeOptions, *, keeps_memory: bool = True) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -81,7 +82,22 @@ def library_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Name and features of the first processor (proc(5)); what the kernel does not say is left out."""
+    """Name and features of the first processor; what the kernel does not say is left out."""
+    read = read_processor(cpuinfo)
+    found = {CPU: read.name or platform.machine(), CPU_FLAGS: " ".join(sorted(read.flags & FLAGS_THAT_MATTER))}
+    return {name: value for name, value in found.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """`name` None: the kernel does not say. `flags`: all that it can do."""
+
+    name: str | None
+    flags: frozenset[str]
+
+
+def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
+    """The first processor (proc(5)); nothing where the kernel does not say."""
     fields: dict[str, str] = {}
     try:
         text = cpuinfo.read_text(errors="replace")
@@ -90,12 +106,8 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     for line in text.splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    found = {
-        CPU: fields.get("model name") or platform.machine(),
-        CPU_FLAGS: " ".join(sorted(flags & FLAGS_THAT_MATTER)),
-    }
-    return {name: value for name, value in found.items() if value}
+    flags = fields.get("flags") or fields.get("Features") or ""
+    return Processor(fields.get("model name"), frozenset(flags.split()))
 
 
 def changes_between(before: Environment, after: Environment) -> tuple[Change, ...]:

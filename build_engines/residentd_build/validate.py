@@ -29,6 +29,7 @@ from residentd_build.fingerprint import SourceDigest
 from residentd_build.foreign import cut, refusing
 from residentd_build.genai import config_of, generation_of, head_size_of
 from residentd_build.model_file import ModelFile, find_model, split_source
+from residentd_build.report import JSON_BYTES_MAX, MODEL_BYTES_MAX, Report
 from residentd_build.source import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
@@ -60,9 +61,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-MODEL_BYTES_MAX = (1 << 31) - 1  # protobuf's own limit; larger models keep their weights in data files
-JSON_BYTES_MAX = 16 << 20
-FINDINGS_MAX = 50
 OPSET_MIN, OPSET_MAX = 13, 25
 DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 VOCAB_MAX = 1 << 22
@@ -76,22 +74,12 @@ EXPORT_AGAIN = "Export it with `optimum-cli export onnx --task text-generation-w
 
 
 @dataclass(slots=True)
-class _Report:
-    """Collects findings while the parts are read one after the other; `uncanonical` are in no other mode's way."""
+class _Report(Report):
+    """What a language model's parts give beside findings; `uncanonical` ones are in no other mode's way."""
 
-    findings: list[Finding] = field(default_factory=list)
     uncanonical: list[Finding] = field(default_factory=list)
     states: tuple[State, ...] = ()
     model: str = MODEL_FILE  # the model's file, once it is found
-
-    def add(self, what: str, where: str, remedy: str) -> None:
-        self.findings.append(Finding(what, where, remedy))
-
-    def raise_if_any(self) -> None:
-        if self.findings:
-            hidden = len(self.findings) - FINDINGS_MAX
-            more = [Finding(f"{hidden:,} more findings", "source", "Solve these first")] if hidden > 0 else []
-            raise SourceError(self.findings[:FINDINGS_MAX] + more)
 
 
 def validate(directory: Path, *, context: int | None = None, variant: str | None = None) -> Source:

@@ -18,7 +18,8 @@ from residentd.errors import Finding, SourceError
 from residentd.sampling.limits import STOP_IDS_MAX
 from residentd.text.limits import TEMPLATE_BYTES_MAX, TOKENIZER_BYTES_MAX
 from residentd_build import validate as validate_module
-from residentd_build.validate import FINDINGS_MAX, validate
+from residentd_build.report import FINDINGS_MAX
+from residentd_build.validate import validate
 
 
 @pytest.fixture

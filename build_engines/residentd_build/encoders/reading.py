@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from residentd.errors import Finding, SourceError
 from residentd_build.encoders.interface import Interface, InterfaceError, read_interface
 from residentd_build.files import MissingError, RefusedError, SourceDirectory
 from residentd_build.fingerprint import SourceDigest
 from residentd_build.model_file import ModelFile, find_model
+from residentd_build.report import JSON_BYTES_MAX, MODEL_BYTES_MAX, Report
 from residentd_build.tensors import DataFiles, check_tensors, model_from_proto, skeleton_of
 
-if TYPE_CHECKING:
-    import mmap
-
-MODEL_BYTES_MAX = (1 << 31) - 1  # protobuf's own limit; larger models keep their weights in data files
-JSON_BYTES_MAX = 16 << 20
-FINDINGS_MAX = 50
 OPSET_MIN, OPSET_MAX = 7, 25  # ONNX Runtime's own range
 DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 RESTORE = "Restore the file from the model's own directory"
@@ -30,21 +24,11 @@ EXPORT_AGAIN = "Export the model again, or copy it completely"
 
 
 @dataclass(slots=True)
-class Reader:
+class Reader(Report):
     """Reads what it is asked for, and collects what is wrong with it."""
 
     directory: SourceDirectory
-    findings: list[Finding] = field(default_factory=list)
     digest: SourceDigest = field(default_factory=SourceDigest)
-
-    def add(self, what: str, where: str, remedy: str) -> None:
-        self.findings.append(Finding(what, where, remedy))
-
-    def raise_if_any(self) -> None:
-        if self.findings:
-            hidden = len(self.findings) - FINDINGS_MAX
-            more = [Finding(f"{hidden:,} more findings", "source", "Solve these first")] if hidden > 0 else []
-            raise SourceError(self.findings[:FINDINGS_MAX] + more)
 
     def bytes(self, name: str, bytes_max: int, *, needed: str = "") -> bytes | None:
         """The whole file; None if there is none. `needed` is what to do if it must be there and is not."""
@@ -112,7 +96,7 @@ class Reader:
             except (DecodeError, ValueError) as error:
                 self.add(f"it is not an ONNX file ({error})", file.path, EXPORT_AGAIN)
                 return None
-        data = DataFiles(_Below(self.directory, file.folder))  # type: ignore[arg-type]
+        data = DataFiles(self.directory, file.path)
         harmful = check_tensors(proto, data)
         self.findings += harmful
         if not _check_versions(proto, file.path, self) or harmful:
@@ -126,17 +110,6 @@ class Reader:
             return None
         data.add_to(self.digest)
         return model
-
-
-@dataclass(frozen=True, slots=True)
-class _Below:
-    """A folder of an open directory, for locations that are relative to the model file."""
-
-    directory: SourceDirectory
-    folder: str
-
-    def map(self, name: str, *, bytes_max: int) -> mmap.mmap:
-        return self.directory.map(f"{self.folder}/{name}" if self.folder else name, bytes_max=bytes_max)
 
 
 def _check_versions(proto: onnx.ModelProto, where: str, reader: Reader) -> bool:

@@ -1,4 +1,4 @@
-"""The memory that an install takes, stage by stage. usage: install_memory.py EXPORT --state DIR [--bound-mib N]
+"""The memory that an install takes, stage by stage. usage: install_memory.py EXPORT --state DIR [-- OPTION ...]
 
 Runs the compiler and samples its process. Anonymous memory is what an install costs the machine; pages of mapped files
 are the page cache's, and go when somebody needs the room.

@@ -37,6 +37,7 @@ from residentd_build.arrived import arrived
 from residentd_build.options import Options, Weights
 from residentd_build.pipeline import build
 from residentd_build.precision import PRECISIONS
+from residentd_build.quality import divergences
 
 EXPORTS = Path(__file__).parent.parent / "tests" / "fixtures" / "exports"
 BASELINE = EXPORTS.parent / "matrix.json"
@@ -150,9 +151,7 @@ def _largest_difference(found: Logits, expected: Logits) -> float:
 
 
 def _divergence(found: Logits, expected: Logits) -> float:
-    """KL(expected ‖ found), nats."""
-    p, q = (row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64)) for row in (expected, found))
-    return float((np.exp(p) * (p - q)).sum())
+    return float(divergences(expected[None], found[None])[0])
 
 
 def arrives_quantised(export: Path) -> bool:

@@ -1,7 +1,7 @@
 """A constant matrix of the graph, and its numbers in fewer bits.
 
 Every function that returns a tensor returns a lazy one: it is computed when the engine is written, from some rows of
-the matrix at a time, so that only its result is ever held whole.
+the matrix at a time, so that only its result is ever held whole, and the grid of one matrix in blocks (`Grids`).
 """
 
 from __future__ import annotations
@@ -74,13 +74,17 @@ class Matrix:
     ) -> ir.LazyTensor:
         """A tensor of `dims`, [outputs, …], of what `function` gives for rows [some outputs, inputs]."""
 
-        def make() -> ir.Tensor[Any]:
+        def make() -> npt.NDArray[Any]:
             result = np.empty(dims, dtype.numpy())
             for place, rows in self.parts():
                 result[place] = function(rows)
-            return ir.Tensor(result)
+            return result
 
-        return ir.LazyTensor(make, dtype, ir.Shape(dims), name=self.name)
+        return _lazy(self, dims, dtype, make)
+
+    def is_same(self, other: Matrix) -> bool:
+        """Whether the numbers and what they matter are the very same ones."""
+        return self.value is other.value and self.is_turned == other.is_turned and self.importance is other.importance
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,36 +106,48 @@ class Blocks:
         """Blocks of an output."""
         return -(-matrix.inputs // self.size)
 
-    def codes(self, matrix: Matrix) -> ir.LazyTensor:
+    def codes(self, matrix: Matrix, grids: Grids) -> ir.LazyTensor:
         """uint8 [outputs, blocks, bytes of a block]; of two 4-bit codes the first is the lower half."""
 
-        def of(rows: Floats) -> Bytes:
-            blocks = self._blocks(rows)
-            return self._packed(self._nearest(blocks, self._grid(blocks, matrix)).astype(np.uint8))
+        def make(dims: tuple[int, ...]) -> Bytes:
+            scales, zeros = grids.of(self, matrix)
+            result = np.empty(dims, np.uint8)
+            for place, rows in matrix.parts():
+                nearest = self._nearest(self._blocks(rows), (scales[place], zeros[place]))
+                result[place] = self._packed(nearest.astype(np.uint8))
+            return result
 
-        return matrix.compute((matrix.outputs, self.count(matrix), self.size * self.bits // 8), ir.DataType.UINT8, of)
+        dims = (matrix.outputs, self.count(matrix), self.size * self.bits // 8)
+        return _lazy(matrix, dims, ir.DataType.UINT8, lambda: make(dims))
 
-    def scales(self, matrix: Matrix) -> ir.LazyTensor:
+    def scales(self, matrix: Matrix, grids: Grids) -> ir.LazyTensor:
         """float32 [outputs, blocks]."""
         dims = (matrix.outputs, self.count(matrix))
-        return matrix.compute(dims, ir.DataType.FLOAT, lambda rows: self._grid(self._blocks(rows), matrix)[0])
+        return _lazy(matrix, dims, ir.DataType.FLOAT, lambda: grids.of(self, matrix)[0])
 
-    def zeros(self, matrix: Matrix) -> ir.LazyTensor:
+    def zeros(self, matrix: Matrix, grids: Grids) -> ir.LazyTensor:
         """uint8 [outputs, bytes of the codes of all blocks], packed as codes are."""
         count = self.count(matrix)
 
-        def of(rows: Floats) -> Bytes:
-            zeros = self._grid(self._blocks(rows), matrix)[1].astype(np.uint8)
+        def make() -> Bytes:
+            zeros = grids.of(self, matrix)[1].astype(np.uint8)
             return self._packed(np.pad(zeros, ((0, 0), (0, -count % (8 // self.bits)))))
 
-        return matrix.compute((matrix.outputs, -(-count * self.bits // 8)), ir.DataType.UINT8, of)
+        return _lazy(matrix, (matrix.outputs, -(-count * self.bits // 8)), ir.DataType.UINT8, make)
 
-    def zero_column(self, matrix: Matrix) -> ir.LazyTensor:
+    def zero_column(self, matrix: Matrix, grids: Grids) -> ir.LazyTensor:
         """uint8 [outputs, blocks, 1]: a byte each, as GatherBlockQuantized reads the zeros of an axis of length 1."""
         dims = (matrix.outputs, self.count(matrix), 1)
-        return matrix.compute(
-            dims, ir.DataType.UINT8, lambda rows: self._grid(self._blocks(rows), matrix)[1][..., None]
-        )
+        return _lazy(matrix, dims, ir.DataType.UINT8, lambda: grids.of(self, matrix)[1].astype(np.uint8)[..., None])
+
+    def grid(self, matrix: Matrix) -> Grid:
+        """Scales and zeros of the whole matrix, float32 [outputs, blocks] each; not to be written to."""
+        dims = (matrix.outputs, self.count(matrix))
+        scales, zeros = np.empty(dims, np.float32), np.empty(dims, np.float32)
+        for place, rows in matrix.parts():
+            scales[place], zeros[place] = self._grid(self._blocks(rows), matrix)
+        scales.flags.writeable = zeros.flags.writeable = False
+        return scales, zeros
 
     @property
     def _top(self) -> int:
@@ -209,15 +225,30 @@ class Blocks:
         return codes if self.bits == 8 else np.bitwise_or(codes[..., 0::2], codes[..., 1::2] << 4, dtype=np.uint8)
 
 
+class Grids:
+    """Remembers the grid of the matrix that was asked for last, and of no other.
+
+    Codes, scales and zeros of a matrix are written one after the other, and the search for its grid takes longer than
+    all the rest of writing it.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Blocks, Matrix, Grid] | None = None
+
+    def of(self, form: Blocks, matrix: Matrix) -> Grid:
+        """`form.grid(matrix)`."""
+        if self._last is None or self._last[0] != form or not self._last[1].is_same(matrix):
+            self._last = None  # before the next is made
+            self._last = (form, matrix, form.grid(matrix))
+        return self._last[2]
+
+
 def channel_codes(matrix: Matrix) -> ir.LazyTensor:
     """int8 [inputs, outputs], as MatMulIntegerToFloat takes them, -127 to 127."""
     dims = (matrix.outputs, matrix.inputs)
     lying = matrix.compute(dims, ir.DataType.INT8, _channel_codes)
 
-    def turn() -> ir.Tensor[Any]:
-        return ir.Tensor(np.ascontiguousarray(lying.numpy().T))
-
-    return ir.LazyTensor(turn, ir.DataType.INT8, ir.Shape(dims[::-1]), name=matrix.name)
+    return _lazy(matrix, dims[::-1], ir.DataType.INT8, lambda: np.ascontiguousarray(lying.numpy().T))
 
 
 def channel_scales(matrix: Matrix) -> ir.LazyTensor:
@@ -233,6 +264,12 @@ def channel_sums(matrix: Matrix) -> ir.LazyTensor:
         return sums
 
     return matrix.compute((matrix.outputs,), ir.DataType.FLOAT, of)
+
+
+def _lazy(
+    matrix: Matrix, dims: tuple[int, ...], dtype: ir.DataType, make: Callable[[], npt.NDArray[Any]]
+) -> ir.LazyTensor:
+    return ir.LazyTensor(lambda: ir.Tensor(make()), dtype, ir.Shape(dims), name=matrix.name)
 
 
 def _channel_codes(rows: Floats) -> npt.NDArray[np.int8]:

@@ -21,8 +21,14 @@ CANONICAL, COMPATIBILITY = "canonical", "compatibility"
 MODES = (AUTO, CANONICAL, COMPATIBILITY)
 AXIS_MAX = 1 << 20
 KINDS = (AUTO, *get_args(Kind))
-AUTO_SCHEMES = (scheme_for("fp32"), scheme_for("int8"), scheme_for("int8", block=32), scheme_for("int4"))
-"""What --precision auto measures, the exact one first."""
+AUTO_SCHEMES = (
+    scheme_for("fp32"),
+    scheme_for("int8"),
+    scheme_for("int8", block=32),
+    scheme_for("int4"),
+    scheme_for("int4", block=128),
+)
+"""What --precision auto measures, the exact one first; in blocks, what loses more comes after what loses less."""
 KL_BOUNDS: Mapping[Precision, float] = MappingProxyType(
     {"fp32": 1e-3, "fp16": 0.01, "bf16": 0.02, "int8": 0.05, "int4": 0.5}
 )
@@ -101,7 +107,7 @@ class Weights:
             )
 
     def kl_bound(self, precision: Precision) -> float:
-        """The mean KL divergence past which a build of `precision` is not published."""
+        """The mean KL divergence past which a build is not published whose coarsest part is in `precision`."""
         if self.kl_max is not None:
             return self.kl_max
         return AUTO_KL_BOUND if self.precision == AUTO else KL_BOUNDS[precision]

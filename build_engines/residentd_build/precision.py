@@ -8,7 +8,8 @@ Matrices other than the embedding and the head:
     int8, block n    8-bit weights with one scale for each n inputs of a channel (MatMulNBits)
     int4, block n    likewise with 4 bits
 
-`embedding` and `head` each choose fp32, int8 or int4, or "same": the precision of the other matrices.
+`embedding` and `head` each choose fp32, int8 or int4, or "same": the precision of the other matrices. A build is as
+coarse as its coarsest part: fp32 with a head in int8 is a quantised build, whatever the other matrices are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ Choice = Literal["fp32", "int8", "int4", "same"]
 Activations = Literal["float", "dynamic"]
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
+"""From the finest to the coarsest."""
 CHOICES: tuple[Choice, ...] = ("same", "fp32", "int8", "int4")
 BLOCKS: Mapping[str, tuple[int, ...]] = MappingProxyType({"int8": (0, 32, 128), "int4": (32, 128)})
 """Inputs of a channel that share a scale, 0: all of them. The first is the default."""
@@ -54,6 +56,32 @@ class Scheme:
     @property
     def head_precision(self) -> Precision:
         return self.precision if self.head == "same" else self.head
+
+    @property
+    def coarsest(self) -> Precision:
+        """Of the three parts."""
+        return max(self._parts, key=PRECISIONS.index)
+
+    @property
+    def is_exact(self) -> bool:
+        """Every weight stays as it was exported."""
+        return self.coarsest == "fp32"
+
+    def loses_more_than(self, other: Scheme) -> bool:
+        """Whether that needs no measuring: both keep blocks, and no part has more bits here or smaller blocks.
+
+        Of "row8" nothing is known beforehand: what it loses is mostly in the activations.
+        """
+        if self == other or not (self.block and other.block):
+            return False
+        pairs = zip(self._parts, other._parts, strict=True)
+        return self.block >= other.block and all(
+            PRECISIONS.index(mine) >= PRECISIONS.index(theirs) for mine, theirs in pairs
+        )
+
+    @property
+    def _parts(self) -> tuple[Precision, Precision, Precision]:
+        return self.precision, self.embedding_precision, self.head_precision
 
 
 DEFAULTS: Mapping[Precision, Scheme] = MappingProxyType(

@@ -88,7 +88,7 @@ class Model:
 
 
 def run(draft: Draft, directory: Path, feeds: dict[str, npt.NDArray[Any]]) -> Floats:
-    write_files(draft, directory, lambda *_: None)
+    write_files(draft.model, directory, lambda *_: None)
     options = session_options(RuntimeOptions(threads=1))
     session = onnxruntime.InferenceSession(str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"])
     result: Floats = session.run(["logits"], feeds)[0]
@@ -218,7 +218,7 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_with_the_way_out(tmp_path: Pa
     draft = model.draft(model.op("MatMul", model.input("x", ["rows", INPUTS]), model.constant("w", weight)))
     quantise.run(draft, scheme_for("fp16"))
     with pytest.raises(SourceError, match=r"w has numbers that float16 cannot hold.*65,504.*--precision bf16"):
-        write_files(draft, tmp_path, lambda *_: None)
+        write_files(draft.model, tmp_path, lambda *_: None)
 
 
 # ---- embedding and head --------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_no_more_than_one_matrix_is_held_at_a_time(tmp_path: Path) -> None:
     draft = model.draft(value)
     quantise.run(draft, scheme_for("int4", head="int4"))
     tracemalloc.start()
-    write_files(draft, tmp_path, lambda *_: None)
+    write_files(draft.model, tmp_path, lambda *_: None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     matrix = size * size * 4

@@ -17,7 +17,7 @@ from test_quantise_numbers import FORMS, decoded, grid, matrix_of, rows
 from residentd.models.manifest import CacheTensor, Engine, EngineLimits
 from residentd_build import calibrate
 from residentd_build.draft import Draft
-from residentd_build.matrices import Blocks
+from residentd_build.matrices import Blocks, Grids
 from residentd_build.options import Options, Weights
 from residentd_build.passes import quantise
 from residentd_build.passes.products import products
@@ -74,7 +74,7 @@ def test_eight_bits_keep_their_whole_range() -> None:
     numbers = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32)
     form = Blocks(8, 32, symmetric=True)
     known = replace(matrix_of(numbers), importance=np.geomspace(1, 1e6, 64).astype(np.float32))
-    assert np.array_equal(form.scales(known).numpy(), form.scales(matrix_of(numbers)).numpy())
+    assert np.array_equal(form.scales(known, Grids()).numpy(), form.scales(matrix_of(numbers), Grids()).numpy())
 
 
 # ---- calibration ---------------------------------------------------------------------------------------------------

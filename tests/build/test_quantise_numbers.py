@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residentd_build import matrices
-from residentd_build.matrices import Blocks, Matrix, channel_codes, channel_scales, channel_sums
+from residentd_build.matrices import Blocks, Grids, Matrix, channel_codes, channel_scales, channel_sums
 
 Floats = npt.NDArray[np.float32]
 FORMS = [Blocks(bits, size, symmetric) for bits in (4, 8) for size in (32, 128) for symmetric in (True, False)]
@@ -23,11 +23,11 @@ def matrix_of(rows: Floats, *, is_turned: bool = False) -> Matrix:
 
 def decoded(form: Blocks, matrix: Matrix) -> Floats:
     """By the text of MatMulNBits: (code - zero) · scale, the first of two codes in the lower half of a byte."""
-    codes, scales = form.codes(matrix).numpy(), form.scales(matrix).numpy()
+    codes, scales = form.codes(matrix, Grids()).numpy(), form.scales(matrix, Grids()).numpy()
     if form.symmetric:
         zeros = np.full(scales.shape, 1 << (form.bits - 1))
     else:
-        zeros = unpacked(form.zeros(matrix).numpy(), form.bits)[:, : scales.shape[1]]
+        zeros = unpacked(form.zeros(matrix, Grids()).numpy(), form.bits)[:, : scales.shape[1]]
     numbers = (unpacked(codes, form.bits).astype(np.float32) - zeros[..., None]) * scales[..., None]
     return numbers.reshape(matrix.outputs, -1)[:, : matrix.inputs].astype(np.float32)
 
@@ -52,10 +52,10 @@ def rows(draw: st.DrawFn) -> Floats:
 
 def grid(form: Blocks, matrix: Matrix) -> Floats:
     """Every number that each place could stand for, [2 ** bits, outputs, inputs]."""
-    scales = form.scales(matrix).numpy()
+    scales = form.scales(matrix, Grids()).numpy()
     zeros = np.full(scales.shape, 1 << (form.bits - 1), np.float32)
     if not form.symmetric:
-        zeros = form.zero_column(matrix).numpy()[..., 0].astype(np.float32)
+        zeros = form.zero_column(matrix, Grids()).numpy()[..., 0].astype(np.float32)
     codes = np.arange(1 << form.bits, dtype=np.float32)[:, None, None]
     return ((codes - zeros) * scales).repeat(form.size, axis=2)[..., : matrix.inputs]
 
@@ -69,7 +69,7 @@ def test_a_decoded_number_is_the_nearest_of_its_grid_and_less_than_a_step_away(f
     rounding = np.abs(numbers) * 2**-21  # a quotient and a product in float32, and the half of a tie
     found = np.abs(decoded(form, matrix) - numbers)
     assert (found <= np.abs(grid(form, matrix) - numbers).min(axis=0) + rounding).all()
-    steps = np.abs(form.scales(matrix).numpy()).repeat(form.size, axis=1)[:, : matrix.inputs]
+    steps = np.abs(form.scales(matrix, Grids()).numpy()).repeat(form.size, axis=1)[:, : matrix.inputs]
     assert (found <= steps + rounding).all()
 
 
@@ -101,10 +101,15 @@ def test_sizes_are_those_that_the_kernel_wants(form: Blocks) -> None:
     """[N, blocks, bytes], [N, blocks] and packed zeros, for inputs that fill no whole block."""
     matrix = matrix_of(np.ones((3, 200), np.float32))
     blocks = {32: 7, 128: 2}[form.size]
-    assert form.codes(matrix).shape == (3, blocks, form.size * form.bits // 8)
-    assert form.scales(matrix).shape == (3, blocks)
-    assert form.zeros(matrix).shape == (3, (blocks * form.bits + 7) // 8)
-    for tensor in (form.codes(matrix), form.scales(matrix), form.zeros(matrix), form.zero_column(matrix)):
+    assert form.codes(matrix, Grids()).shape == (3, blocks, form.size * form.bits // 8)
+    assert form.scales(matrix, Grids()).shape == (3, blocks)
+    assert form.zeros(matrix, Grids()).shape == (3, (blocks * form.bits + 7) // 8)
+    for tensor in (
+        form.codes(matrix, Grids()),
+        form.scales(matrix, Grids()),
+        form.zeros(matrix, Grids()),
+        form.zero_column(matrix, Grids()),
+    ):
         assert tensor.numpy().shape == tuple(tensor.shape.numpy())
         assert tensor.numpy().dtype == tensor.dtype.numpy()
 
@@ -137,5 +142,10 @@ def test_neither_parts_nor_the_way_it_lies_change_a_matrix(numbers: Floats, part
 
 
 def everything(form: Blocks, matrix: Matrix) -> list[ir.LazyTensor]:
-    blocks = [form.codes(matrix), form.scales(matrix), form.zeros(matrix), form.zero_column(matrix)]
+    blocks = [
+        form.codes(matrix, Grids()),
+        form.scales(matrix, Grids()),
+        form.zeros(matrix, Grids()),
+        form.zero_column(matrix, Grids()),
+    ]
     return [*blocks, channel_codes(matrix), channel_scales(matrix), channel_sums(matrix)]

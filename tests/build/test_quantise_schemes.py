@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from residentd.errors import OperatorError
+from residentd_build.options import AUTO_SCHEMES
 from residentd_build.precision import BLOCKS, CHOICES, PRECISIONS, PrecisionError, Scheme, scheme_for
 
 
@@ -39,6 +40,59 @@ def test_block_embedding_and_head_are_chosen_one_by_one(precision: str, block: i
 def test_same_means_the_precision_of_the_others(scheme: Scheme, embedding: str, head: str) -> None:
     """`same` resolves to the precision; a choice stands."""
     assert (scheme.embedding_precision, scheme.head_precision) == (embedding, head)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "coarsest"),
+    [
+        (scheme_for("fp32"), "fp32"),
+        (scheme_for("fp32", embedding="fp32", head="same"), "fp32"),
+        (scheme_for("fp32", head="int8"), "int8"),
+        (scheme_for("fp32", embedding="int4", head="int8"), "int4"),
+        (scheme_for("bf16", head="fp32"), "bf16"),
+        (scheme_for("int8", head="fp32", embedding="fp32"), "int8"),
+        (scheme_for("int8", embedding="int4"), "int4"),
+        (scheme_for("int4"), "int4"),
+    ],
+)
+def test_a_scheme_is_as_coarse_as_its_coarsest_part(scheme: Scheme, coarsest: str) -> None:
+    """Whichever part that is; exact is what is fp32 in all of them."""
+    assert scheme.coarsest == coarsest
+    assert scheme.is_exact == (coarsest == "fp32")
+
+
+BLOCKS_32, BLOCKS_128 = scheme_for("int4"), scheme_for("int4", block=128)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "other", "is_certain"),
+    [
+        (BLOCKS_128, BLOCKS_32, True),
+        (BLOCKS_32, BLOCKS_128, False),
+        (BLOCKS_32, BLOCKS_32, False),
+        (BLOCKS_32, scheme_for("int8", block=32), True),
+        (BLOCKS_128, scheme_for("int8", block=32), True),
+        (BLOCKS_32, scheme_for("int8", block=128), False),
+        (BLOCKS_32, scheme_for("int8"), False),
+        (scheme_for("int8"), scheme_for("int8", block=32), False),
+        (BLOCKS_128, scheme_for("int4", head="int4"), False),
+        (BLOCKS_128, scheme_for("fp32"), False),
+    ],
+)
+def test_more_is_lost_for_certain_only_in_blocks_no_finer_in_anything(
+    scheme: Scheme,
+    other: Scheme,
+    is_certain: bool,  # noqa: FBT001
+) -> None:
+    """Fewer bits or larger blocks, and nothing the other way round; a scale a channel is measured."""
+    assert scheme.loses_more_than(other) == is_certain
+
+
+def test_auto_tries_what_loses_less_before_what_loses_more() -> None:
+    """So that the bound can rule out what comes later, and only that."""
+    for index, scheme in enumerate(AUTO_SCHEMES):
+        assert not any(scheme.loses_more_than(later) for later in AUTO_SCHEMES[index:])
+    assert AUTO_SCHEMES[0].is_exact
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from residentd.errors import Finding, SourceError
-from residentd_build.matrices import Blocks, Floats, channel_codes, channel_scales, channel_sums
+from residentd_build.matrices import Blocks, Floats, Grids, channel_codes, channel_scales, channel_sums
 from residentd_build.passes.products import LookUp, Product, embeddings, head_of, products
 from residentd_build.passes.prune import prune
 
@@ -88,14 +88,15 @@ def run(draft: Draft, scheme: Scheme, importance: Mapping[str, Floats] = NOTHING
     shared = {look_up.matrix.value: form for look_up, form in tables.items()}
     counts: Counter[str] = Counter()
     codes: dict[ir.Value, _Codes] = {}
+    grids = Grids()
     for product in found:
         form = _form(scheme, scheme.head_precision if product is head else scheme.precision, product.matrix)
         if product is head:
             form = _tied(form, shared.get(product.matrix.value))
-        _store_product(draft, product, form, codes)
+        _store_product(draft, product, form, codes, grids)
         counts[f"{'the head' if product is head else 'products'} {_name(form)}"] += 1
     for look_up, form in tables.items():
-        _store_look_up(draft, look_up, form)
+        _store_look_up(draft, look_up, form, grids)
         counts[f"embedding {_name(form)}"] += 1
     prune(draft)
     how = "; scales by the activations of the model's own text" if importance else ""
@@ -142,7 +143,7 @@ def _name(form: Form) -> str:
     return form.name.lower() if isinstance(form, ir.DataType) else str(form)
 
 
-def _store_product(draft: Draft, product: Product, form: Form, known: dict[ir.Value, _Codes]) -> None:
+def _store_product(draft: Draft, product: Product, form: Form, known: dict[ir.Value, _Codes], grids: Grids) -> None:
     tape = Tape()
     if form is None:
         return
@@ -150,7 +151,7 @@ def _store_product(draft: Draft, product: Product, form: Form, known: dict[ir.Va
         _narrow(draft, product, form)
         return
     if isinstance(form, Blocks):
-        result = _multiply_blocks(draft, tape, product, form)
+        result = _multiply_blocks(draft, tape, product, form, grids)
     else:
         codes = known.get(product.source)
         if codes is None:
@@ -161,12 +162,12 @@ def _store_product(draft: Draft, product: Product, form: Form, known: dict[ir.Va
     _replace(draft, product.node, tape, result)
 
 
-def _store_look_up(draft: Draft, look_up: LookUp, form: Form) -> None:
+def _store_look_up(draft: Draft, look_up: LookUp, form: Form, grids: Grids) -> None:
     if form is None:
         return
     tape = Tape()
     if isinstance(form, Blocks):
-        result = _look_up_blocks(draft, tape, look_up, form)
+        result = _look_up_blocks(draft, tape, look_up, form, grids)
     else:
         assert isinstance(form, ir.DataType)
         result = _look_up_narrow(draft, tape, look_up, form)
@@ -193,11 +194,11 @@ def _initializer(draft: Draft, name: str, tensor: ir.LazyTensor) -> ir.Value:
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
-def _multiply_blocks(draft: Draft, tape: Tape, product: Product, form: Blocks) -> ir.Value:
+def _multiply_blocks(draft: Draft, tape: Tape, product: Product, form: Blocks, grids: Grids) -> ir.Value:
     matrix, name = product.matrix, _block_name(product.matrix, form)
-    operands = [product.source, _block_codes(draft, matrix, form), _block_scales(draft, matrix, form)]
+    operands = [product.source, _block_codes(draft, matrix, form, grids), _block_scales(draft, matrix, form, grids)]
     if not form.symmetric:
-        operands.append(_initializer(draft, f"{name}.zeros", form.zeros(matrix)))
+        operands.append(_initializer(draft, f"{name}.zeros", form.zeros(matrix, grids)))
     attributes = {
         "K": matrix.inputs,
         "N": matrix.outputs,
@@ -208,28 +209,28 @@ def _multiply_blocks(draft: Draft, tape: Tape, product: Product, form: Blocks) -
     return tape.op("MatMulNBits", operands, attributes, domain=MICROSOFT, name=f"{product.node.name}.blocks")
 
 
-def _look_up_blocks(draft: Draft, tape: Tape, look_up: LookUp, form: Blocks) -> ir.Value:
+def _look_up_blocks(draft: Draft, tape: Tape, look_up: LookUp, form: Blocks, grids: Grids) -> ir.Value:
     """The codes are the tensor that a tied head multiplies by, so rows are gathered as blocks and then flattened."""
     matrix, name = look_up.matrix, look_up.node.name
     column = [matrix.outputs, form.count(matrix), 1]
     scales = tape.op(
-        "Reshape", [_block_scales(draft, matrix, form), _shape(draft, column)], name=f"{name}.scale_column"
+        "Reshape", [_block_scales(draft, matrix, form, grids), _shape(draft, column)], name=f"{name}.scale_column"
     )
-    operands = [_block_codes(draft, matrix, form), look_up.index, scales]
+    operands = [_block_codes(draft, matrix, form, grids), look_up.index, scales]
     if not form.symmetric:
-        zeros = form.zero_column(matrix)
+        zeros = form.zero_column(matrix, grids)
         operands.append(_initializer(draft, f"{_block_name(matrix, form)}.zero_column", zeros))
     attributes = {"bits": form.bits, "block_size": form.size, "gather_axis": 0, "quantize_axis": 2}
     blocks = tape.op("GatherBlockQuantized", operands, attributes, domain=MICROSOFT, name=f"{name}.blocks")
     return tape.op("Reshape", [blocks, _shape(draft, [1, -1, matrix.inputs])], name=f"{name}.rows")
 
 
-def _block_codes(draft: Draft, matrix: Matrix, form: Blocks) -> ir.Value:
-    return _initializer(draft, f"{_block_name(matrix, form)}.codes", form.codes(matrix))
+def _block_codes(draft: Draft, matrix: Matrix, form: Blocks, grids: Grids) -> ir.Value:
+    return _initializer(draft, f"{_block_name(matrix, form)}.codes", form.codes(matrix, grids))
 
 
-def _block_scales(draft: Draft, matrix: Matrix, form: Blocks) -> ir.Value:
-    return _initializer(draft, f"{_block_name(matrix, form)}.scales", form.scales(matrix))
+def _block_scales(draft: Draft, matrix: Matrix, form: Blocks, grids: Grids) -> ir.Value:
+    return _initializer(draft, f"{_block_name(matrix, form)}.scales", form.scales(matrix, grids))
 
 
 def _block_name(matrix: Matrix, form: Blocks) -> str:

@@ -2,7 +2,7 @@
 
 Each of `concurrency` clients sends one request after another; prompts are token ids, greedy, end-of-sequence ignored,
 so every server computes the same counts. Figures are medians over rounds; ratios are taken round by round, then their
-median.
+median. The KL divergence from the fp32 export is over the same positions of text for our builds and for the peers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import grpc
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tools.peers.divergence import CONTEXT, GENAI, PEERS, Divergence, divergences_of_peers, key_of_builds, peer_of
 
 from resident.v1 import inference_pb2, inference_pb2_grpc
 from residentd.models.manifest import decode
@@ -35,9 +36,6 @@ START_S_MAX = 300
 PROMPT_IDS = (1000, 40000)
 PROFILES = ("throughput", "interactive")
 PRECISIONS = ("fp32", "int8", "int4")
-GGUF_KINDS = ("Q4_0", "Q4_1", "Q8_0")
-GENAI = "genai-int4"
-PEERS = (*GGUF_KINDS, GENAI)
 GOALS = {  # (precision, concurrency, peer): least ratio of tokens/s that the throughput profile is to reach
     ("fp32", 8, "Q4_0"): 1.0,
     ("fp32", 16, "Q4_0"): 1.0,
@@ -203,14 +201,10 @@ def wait_ready(run: Path, process: subprocess.Popen[bytes], wanted: set[str]) ->
 @contextlib.contextmanager
 def peer(name: str, arguments: argparse.Namespace) -> Iterator[Client]:
     """A peer's own server in its own environment, answering."""
-    peers: Path = arguments.peers
+    found = peer_of(name, arguments.peers)
     words = [arguments.threads, max(arguments.concurrency), arguments.prompt_tokens + arguments.output_tokens + 64]
-    if name == GENAI:
-        python, script, model = peers / "genai/bin/python", "genai_server.py", peers / GENAI
-    else:
-        python, script, model = peers / "venv/bin/python", "llamacpp_server.py", peers / f"{name}.gguf"
     process = subprocess.Popen(
-        [python, Path(__file__).with_name(script), model, *map(str, words)],
+        [found.python, found.server, found.model, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -228,11 +222,16 @@ def peer(name: str, arguments: argparse.Namespace) -> Iterator[Client]:
 
 
 def install(export: Path, state: Path, precisions: Sequence[str], slots: int) -> None:
-    """Compile each precision once; each profile serves the same versions from a state directory of its own."""
+    """Compile each precision once for this export and compiler; each profile serves them from a state of its own."""
+    key, built = key_of_builds(export), state / "key"
+    if not built.exists() or built.read_text(encoding="utf-8") != key:
+        shutil.rmtree(state, ignore_errors=True)
+        state.mkdir()
+        built.write_text(key, encoding="utf-8")
     first, *others = (state / profile for profile in PROFILES)
     for precision in precisions:
         if not (first / f"{precision}.{slots}").exists():
-            limits = ("--context", "512", "--slots", str(slots), "--precision", precision)
+            limits = ("--context", str(CONTEXT), "--slots", str(slots), "--precision", precision)
             command = (sys.executable, "-m", "residentd_build", export, "--state", first, "--name", precision)
             subprocess.run([*command, *limits], check=True)
             (first / f"{precision}.{slots}").touch()
@@ -249,10 +248,11 @@ def link_weights(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def divergences_of(state: Path) -> dict[str, float]:
-    """Mean KL divergence from the export of each of our builds, as measured when it was built (nats)."""
+def divergences_of(state: Path) -> dict[str, Divergence]:
+    """Of each of our builds, as measured when it was built."""
     manifests = (decode(path.read_bytes()) for path in (state / PROFILES[0]).glob("versions/*/manifest.json"))
-    return {manifest.name: manifest.quality.kl_mean for manifest in manifests if manifest.quality is not None}
+    found = ((manifest.name, manifest.quality) for manifest in manifests)
+    return {name: Divergence(quality.kl_mean, quality.positions) for name, quality in found if quality is not None}
 
 
 def measure(
@@ -282,7 +282,7 @@ class Report:
     """What was measured, as tables and as goals met or missed. Ours are named precision/profile."""
 
     def __init__(
-        self, results: dict[tuple[str, int], list[Figures]], divergences: dict[str, float], console: Console
+        self, results: dict[tuple[str, int], list[Figures]], divergences: dict[str, Divergence], console: Console
     ) -> None:
         self._results = results
         self._divergences = divergences
@@ -291,10 +291,12 @@ class Report:
         self._counts = list(dict.fromkeys(count for _, count in results))
         self._peers = [name for name in self._names if name in PEERS]
 
-    def figures(self) -> None:
-        table = Table(title="128 tokens in, 64 out: medians of the rounds; ratios are medians of the same round's")
-        for column in ("c", "server", "KL", "tok/s", "TTFT ms", "ITL p50", "p95/p50"):
-            table.add_column(column, justify="left" if column == "server" else "right")
+    def figures(self, load: str) -> None:
+        table = Table(title=f"{load}: medians of the rounds; ratios are medians of the same round's")
+        table.add_column("c", justify="right")
+        table.add_column("server", no_wrap=True)
+        for column in ("KL", "tok/s", "TTFT ms", "ITL p50", "p95/p50"):
+            table.add_column(column, justify="right")
         for peer_name in self._peers:
             table.add_column(f"tok/s ÷ {peer_name}", justify="right")
         for peer_name in self._peers:
@@ -304,13 +306,22 @@ class Report:
                 table.add_row(*self._row(name, count))
             table.add_section()
         self._console.print(table)
+        self._console.print(self._divergence_line())
+
+    def _divergence_line(self) -> str:
+        names = {name.partition("/")[0] for name in self._names}
+        counts = sorted({figure.positions for name, figure in self._divergences.items() if name in names})
+        over = " to ".join(f"{count:,}" for count in dict.fromkeys(counts[:1] + counts[-1:]))
+        return (
+            f"KL: mean divergence in nats from the fp32 export (its weights were Q4_1), over {over} positions of text"
+        )
 
     def _row(self, name: str, count: int) -> list[str]:
         rows = self._results[name, count]
         mid = {figure: statistics.median(getattr(row, figure) for row in rows) for figure in Figures.__slots__}
         spread = statistics.median(row.itl_p95_ms / row.itl_p50_ms for row in rows)
         divergence = self._divergences.get(name.partition("/")[0])
-        cells = [str(count), name, "" if divergence is None else f"{divergence:.2g}"]
+        cells = [str(count), name, "" if divergence is None else f"{divergence.kl_mean:.2g}"]
         cells += [f"{mid['tokens_per_s']:.1f}", f"{mid['ttft_ms']:.0f}", f"{mid['itl_p50_ms']:.1f}"]
         ratios = [
             f"{median_ratio(rows, self._results[peer_name, count], figure):.2f}" if name not in PEERS else ""
@@ -378,8 +389,9 @@ def main() -> int:
     arguments = parse()
     console = Console(highlight=False, width=170)
     state = arguments.peers.resolve() / "state"
-    state.mkdir(exist_ok=True)
     install(arguments.export, state, arguments.precision, max(arguments.concurrency))
+    peers = [peer_of(name, arguments.peers) for name in arguments.beside]
+    divergences = divergences_of_peers(peers, arguments.export, console.print) | divergences_of(state)
     with contextlib.ExitStack() as stack:
         clients: dict[str, Client] = {}
         for profile in arguments.profile:
@@ -387,8 +399,8 @@ def main() -> int:
             clients |= {f"{precision}/{profile}": client for precision, client in ours.items()}
         clients |= {name: stack.enter_context(peer(name, arguments)) for name in arguments.beside}
         results = measure(clients, arguments, console)
-    report = Report(results, divergences_of(state), console)
-    report.figures()
+    report = Report(results, divergences, console)
+    report.figures(f"{arguments.prompt_tokens} tokens in, {arguments.output_tokens} out")
     is_met = report.goals()
     return 0 if is_met or not arguments.check else 1
 

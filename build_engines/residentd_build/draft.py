@@ -14,7 +14,7 @@ from residentd_build.rules import ROW_INDEX_INPUT
 from residentd_build.trace import Trace, trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from residentd_build.facts import Array
 
@@ -89,6 +89,27 @@ class Draft:
         )
         self.graph.register_initializer(value)
         return value
+
+    def integers(self, numbers: Sequence[int]) -> ir.Value:
+        """A constant int64 [n] of ours: a shape, axes, places."""
+        return self.constant(f"shape.{list(numbers)}", np.array(numbers, np.int64))
+
+    def replace(self, node: ir.Node, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value | None]) -> None:
+        """Put `nodes` in the place of `node` and `outputs` in that of its own; None: of one that nothing uses.
+
+        Graph outputs keep name, type and shape.
+        """
+        self.graph.insert_before(node, nodes)
+        for old, new in zip(node.outputs, outputs, strict=True):
+            if new is None:
+                continue
+            if old.is_graph_output():
+                place = next(index for index, value in enumerate(self.graph.outputs) if value is old)
+                name, old.name = old.name, None
+                new.type, new.shape, new.name = old.type, old.shape, name
+                self.graph.outputs[place] = new
+            ir.convenience.replace_all_uses_with(old, new)
+        self.graph.remove(node, safe=True)
 
 
 def draft_from_model(model: ir.Model, *, context: int, step_tokens: int) -> Draft:

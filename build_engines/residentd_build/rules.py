@@ -478,6 +478,20 @@ def _gemm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     return [UNKNOWN if added is None else _checked(broadcast([(left[0], right[1]), added]))]
 
 
+def _fused_matmul(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """A product of matrices, each turned over first if its attribute says so."""
+    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
+        return [UNKNOWN]
+    names = ("transA", "transB")
+    return _matmul(node, [_turned(_known(inputs, index), attribute(node, names[index], 0)) for index in (0, 1)])
+
+
+def _turned(fact: Fact, is_turned: int) -> Fact:
+    if not is_turned or fact.dims is None or len(fact.dims) < 2:
+        return fact
+    return of_dims((*fact.dims[:-2], fact.dims[-1], fact.dims[-2]))
+
+
 def _reduce(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     source, axes = _known(inputs, 0), _integers(node, inputs, 1, "axes")
     if source.is_symbolic:
@@ -531,7 +545,7 @@ def _layer_norm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
 
 
 def _skip_norm(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
-    """RMS norm over the last axis of a sum; the last output is the sum."""
+    """Either norm over the last axis of a sum; the last output is the sum."""
     total = _broadcast(node, inputs[:2])[0]
     if total.dims is None:
         return [UNKNOWN] * len(node.outputs)
@@ -577,6 +591,19 @@ def _group_query_attention(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
     output = of_dims((*query[:2], _product(attribute(node, "num_heads"), past_key[3])))
     grown = [of_dims((*past[:2], _sum([past[2], query[1]]), past[3])) for past in (past_key, past_value)]
     return [output, *grown, UNKNOWN][: len(node.outputs)]
+
+
+def _multi_head_attention(node: ir.Node, inputs: Inputs) -> Sequence[Fact]:
+    """com.microsoft's, of queries [batch, tokens, heads · dim]; the caches grow by the new keys."""
+    query, key, value = (_known(inputs, index).dims for index in range(3))
+    past_key, past_value = _known(inputs, 6).dims, _known(inputs, 7).dims
+    if query is None or key is None or value is None or len(query) != 3:
+        return [UNKNOWN] * len(node.outputs)
+    for dims in (query, key, value):
+        _refuse_tokens(dims[-2 if len(dims) == 4 else 1], "attends over")
+    width = _product(value[-1], attribute(node, "num_heads")) if len(value) == 4 else value[-1]
+    grown = [_grown(past, key) for past in (past_key, past_value)]
+    return [of_dims((*query[:2], width)), *grown, UNKNOWN][: len(node.outputs)]
 
 
 def _product(left: Dim, right: Dim) -> Dim:
@@ -663,6 +690,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "Expand": _expand,
         "Experts": _experts,
         "Flatten": _flatten,
+        "FusedMatMul": _fused_matmul,
         "Gather": _gather,
         "GatherND": _gather_nd,
         "GatherElements": _gather_elements,
@@ -676,12 +704,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "MatMulBnb4": _matmul_nbits,
         "MatMulInteger": _matmul,
         "MatMulNBits": _matmul_nbits,
+        "MultiHeadAttention": _multi_head_attention,
         "QuantizeLinear": _unary,
         "RaggedAttention": _ragged_attention,
         "RmsNorm": _layer_norm,
         "LayerNorm": _layer_norm,
         "RotaryEmbedding": _rotary,
-        "SkipSimplifiedLayerNormalization": _skip_norm,
+        **dict.fromkeys(("SkipSimplifiedLayerNormalization", "SkipLayerNormalization"), _skip_norm),
         "Range": _range,
         "Reshape": _reshape,
         "Shape": _shape,

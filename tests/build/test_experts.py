@@ -231,6 +231,16 @@ def test_every_form_becomes_one_node_with_the_same_results(name: str, tmp_path: 
     assert np.abs(found - expected).max() < TOLERANCE_RELATIVE * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("first", [1, 8, 9, 97, 98, 99, 100])
+def test_the_numbers_in_names_do_not_matter(first: int) -> None:
+    """Gate, up and down are told apart by their order in the graph, also where names go from 9 to 10 and from 99."""
+    model = Block(Style(weights="apart")).model()
+    products = [node for node in model.graph if node.op_type == "MatMul"]
+    for number, node in enumerate(products, start=first):
+        node.name = f"node_linear_{number}"
+    assert experts.run(draft_of(model, 64)).startswith(f"experts: 1 layers of {CHOSEN} of {EXPERTS} experts")
+
+
 def test_an_activation_that_no_kernel_has_stays_as_exported_and_is_named() -> None:
     """All experts on all tokens need no kernel: tokens stay apart, and the line for the manifest says what was left."""
     draft, line = rewritten(Style(activation="gelu"))

@@ -280,6 +280,74 @@ def test_a_norm_of_a_sum_is_a_sum_and_a_norm(name: str, outputs: int, tmp_path: 
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("operator", ["SkipSimplifiedLayerNormalization", "SkipLayerNormalization"])
+def test_a_rotation_behind_a_norm_of_a_sum_is_written_out_too(operator: str) -> None:
+    """As onnxruntime-genai writes models of either norm: what the norm gives is known where the rotation is."""
+    sketch = Sketch()
+    places = _input("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    sketch.inputs.append(places)
+    normed = sketch.op(operator, sketch.hidden, sketch.hidden, sketch.constant(numbers(HIDDEN)), domain="com.microsoft")
+    query = sketch.op("MatMul", normed, sketch.constant(numbers(HIDDEN, HIDDEN)))
+    tables = [sketch.constant(numbers(CONTEXT, 8, seed=seed)) for seed in (2, 3)]
+    turned = sketch.op("RotaryEmbedding", query, places, *tables, domain="com.microsoft", num_heads=2)
+    assert operators.run(sketch.draft(turned)) == f"operators: wrote out 1 RotaryEmbedding, 1 {operator}"
+
+
+FUSED_PRODUCTS: Mapping[str, dict[str, float]] = {
+    "plain": {},
+    "a factor": {"alpha": 0.25},
+    "the left turned": {"transA": 1},
+    "the right turned": {"transB": 1},
+    "both turned, and a factor": {"transA": 1, "transB": 1, "alpha": -3.0},
+}
+
+
+@pytest.mark.parametrize("name", FUSED_PRODUCTS)
+@pytest.mark.parametrize("heads", [0, 4])
+def test_a_fused_product_is_a_product(name: str, heads: int, tmp_path: Path) -> None:
+    """ONNX Runtime fuses a Transpose and a factor into a product; written out, the numbers are the same."""
+    attributes = FUSED_PRODUCTS[name]
+
+    def draft() -> Draft:
+        sketch = Sketch()
+        left = sketch.hidden
+        if heads:
+            left = sketch.op("Reshape", left, sketch.integers([1, heads, -1, HIDDEN]))
+        inner, width = (TOKENS if attributes.get("transA") else HIDDEN), 5
+        if heads and attributes.get("transA"):
+            inner = 2 * TOKENS // heads
+        shape = (width, inner) if attributes.get("transB") else (inner, width)
+        right = sketch.constant(numbers(*([heads] if heads else []), *shape))
+        return sketch.draft(sketch.op("FusedMatMul", left, right, domain="com.microsoft", **attributes))
+
+    rewritten = draft()
+    assert operators.run(rewritten) == "operators: wrote out 1 FusedMatMul"
+    assert operators_of(rewritten) <= {"Reshape", "Transpose", "MatMul", "Mul"}
+    given = feeds(TOKENS if not heads else 2 * TOKENS)
+    found, expected = (run(one, tmp_path / f"{place}.onnx", given) for place, one in enumerate((rewritten, draft())))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotation_of_a_fused_product_is_written_out_too() -> None:
+    """What a rewrite puts in the place of a value is known where the next rewrite asks about it."""
+    sketch = Sketch()
+    places = _input("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    sketch.inputs.append(places)
+    weight = sketch.constant(numbers(HIDDEN, HIDDEN))
+    query = sketch.op("FusedMatMul", sketch.hidden, weight, domain="com.microsoft", transB=1)
+    tables = [sketch.constant(numbers(CONTEXT, 8, seed=seed)) for seed in (2, 3)]
+    turned = sketch.op("RotaryEmbedding", query, places, *tables, domain="com.microsoft", num_heads=2)
+    assert operators.run(sketch.draft(turned)) == "operators: wrote out 1 FusedMatMul, 1 RotaryEmbedding"
+
+
+def test_a_product_over_turned_batch_axes_is_refused() -> None:
+    """Which no exporter writes, and ONNX Runtime only for layouts of its own."""
+    sketch = Sketch()
+    product = sketch.op("FusedMatMul", sketch.hidden, sketch.hidden, domain="com.microsoft", transBatchA=1)
+    with pytest.raises(SourceError, match="turns batch axes"):
+        operators.run(sketch.draft(product))
+
+
 def test_a_deviation_that_is_used_is_refused() -> None:
     """Nothing else gives a norm's mean and deviation to other nodes."""
     sketch = Sketch()

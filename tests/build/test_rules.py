@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from residentd_build.facts import TOKENS, Dim, of_array, of_dims
+from residentd_build.passes import attention, experts, norms, operators, rowwise
+from residentd_build.recognise import gqa
+from residentd_build.rules import RULES
 from residentd_build.trace import trace
 
 COUNTS = (5, 7)  # two numbers of tokens, no other dimension of a sample, so that neither can be taken for one
@@ -147,3 +150,23 @@ def test_a_rule_keeps_its_word(name: str) -> None:
                 np.testing.assert_allclose(np.take(found, [index], place), alone, rtol=1e-6)
 
     check()
+
+
+HANDLED = (
+    *operators.REWRITES,
+    *operators.NORMS,
+    *norms.PLAIN,
+    norms.RMS_NORM,
+    norms.LAYER_NORM,
+    rowwise.OPERATOR,
+    rowwise.PRODUCT,
+    gqa.OPERATOR,
+    attention.RAGGED_ATTENTION,
+    experts.EXPERTS,
+)
+
+
+@pytest.mark.parametrize("name", sorted(set(HANDLED)))
+def test_what_a_pass_handles_does_not_end_the_trace(name: str) -> None:
+    """A pass works from the trace of the whole graph: an operator without a rule would blind it to what follows."""
+    assert name in RULES

@@ -17,7 +17,7 @@ CONTEXT_MAX = 128
 class Style:
     """`mask`: causal, window, alibi (a bias), future (not causal). `positions`: input, range, cumsum."""
 
-    attention: str = "decomposed"  # or standard3, standard4, joined, grouped, "grouped, side by side"
+    attention: str = "decomposed"  # or standard3, standard4, joined, grouped, "grouped, side by side", multi-head
     mask: str = "causal"
     window: int = 0
     is_causal: bool = False  # the attribute, for the standard forms; then no mask input
@@ -138,7 +138,8 @@ class Decoder:
             query, key = (self._rotate_by_operator(heads, positions) for heads in (query, key))
         else:
             query, key = self._rotate(query, angles), self._rotate(key, angles)
-        attend = {"decomposed": self._decomposed, "joined": self._joined}.get(self.style.attention, self._standard)
+        forms = {"decomposed": self._decomposed, "joined": self._joined, "multi-head": self._multi_head}
+        attend = forms.get(self.style.attention, self._standard)
         attend = self._grouped if self.style.attention.startswith("grouped") else attend
         attended, *present = attend(query, key, value, caches, None if self.style.is_causal else self._mask(lengths))
         for output, part in zip(present, ("key", "value"), strict=True):
@@ -257,6 +258,17 @@ class Decoder:
         operands = [query, self._repeat(keys), self._repeat(values), mask]
         attended = self._tape.op("Attention", operands, {"scale": style.scale, "softcap": style.softcap})
         return [self._rows(attended), keys, values]
+
+    def _multi_head(
+        self, query: ir.Value, key: ir.Value, value: ir.Value, caches: list[ir.Value], mask: ir.Value | None
+    ) -> list[ir.Value]:
+        """com.microsoft::MultiHeadAttention, which has no groups of heads: the keys' heads are the queries'."""
+        assert HEADS == KV_HEADS, "set KV_HEADS to HEADS"
+        operands = [*(self._rows(item) for item in (query, key, value)), None, None, mask, *caches]
+        attributes = {"num_heads": HEADS, "scale": self.style.scale}
+        return list(
+            self._tape.op_multi_out("MultiHeadAttention", operands, attributes, domain="com.microsoft", num_outputs=3)
+        )
 
     def _grouped(
         self, query: ir.Value, key: ir.Value, value: ir.Value, caches: list[ir.Value], _mask: ir.Value | None

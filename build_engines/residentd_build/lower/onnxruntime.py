@@ -114,10 +114,9 @@ def _lower_attention(draft: Draft, node: ir.Node, step: dict[str, ir.Value]) -> 
         outputs=[ir.Value(name=f"{name}.padded"), ir.Value(), ir.Value()],
     )
     width = attribute(node, "heads") * attribute(node, "dim")
-    shape = draft.constant(f"shape.[-1, {width}]", np.array([-1, width], np.int64))
-    rows = tape.op("Reshape", [attended, shape], name=f"{name}.rows")
+    rows = tape.op("Reshape", [attended, draft.integers([-1, width])], name=f"{name}.rows")
     result = tape.op("Gather", [rows, step["unpack_index"]], {"axis": 0}, name=f"{name}.unpack")
-    _replace(draft, node, tape.nodes, (result, present_key, present_value))
+    draft.replace(node, tape.nodes, (result, present_key, present_value))
 
 
 def _lengthened(draft: Draft, table: ir.Value | None) -> ir.Value:
@@ -158,7 +157,7 @@ def _lower_experts(draft: Draft, node: ir.Node) -> None:
     operands = [source, scores, gate_up, gate_up_bias, down, down_bias]
     lowered = ir.node(MIXTURE_OF_EXPERTS, operands, attributes, domain=MICROSOFT, name=node.name)
     lowered.outputs[0].name = f"{node.outputs[0].name}.lowered"
-    _replace(draft, node, [lowered], lowered.outputs)
+    draft.replace(node, [lowered], lowered.outputs)
 
 
 def _lower_norm(draft: Draft, node: ir.Node, facts: Trace) -> None:
@@ -170,7 +169,7 @@ def _lower_norm(draft: Draft, node: ir.Node, facts: Trace) -> None:
     if before is None or before.op_type != "Add" or not _is_residual(before, facts):
         lowered = ir.node(NORMS[node.op_type], node.inputs, epsilon | {"axis": -1, "stash_type": 1}, name=node.name)
         facts.facts[lowered.outputs[0]] = facts[node.outputs[0]]
-        _replace(draft, node, [lowered], lowered.outputs)
+        draft.replace(node, [lowered], lowered.outputs)
         return
     tape = Tape()
     outputs = [ir.Value(name=name) for name in (f"{node.outputs[0].name}", "", "", f"{source.name}.sum")]
@@ -203,7 +202,7 @@ def _lower_transposed(draft: Draft, node: ir.Node) -> None:
         TRANSPOSED_PRODUCT, [node.inputs[0], weight], {"transB": 1}, domain=MICROSOFT, name=f"{node.name}.transposed"
     )
     product.outputs[0].name = f"{node.outputs[0].name}.transposed"
-    _replace(draft, node, [product], product.outputs)
+    draft.replace(node, [product], product.outputs)
 
 
 def _without_bias(streams: Sequence[ir.Value | None], facts: Trace) -> tuple[list[ir.Value | None], ir.Value | None]:
@@ -232,21 +231,6 @@ def _is_residual(node: ir.Node, facts: Trace) -> bool:
         and len(left) == 3
         and all(value is not None and value.const_value is None for value in node.inputs)
     )
-
-
-def _replace(draft: Draft, node: ir.Node, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> None:
-    """Put `nodes` in the place of `node`; graph outputs keep name, type and shape."""
-    draft.graph.insert_before(node, nodes)
-    for old, new in zip(node.outputs, outputs, strict=True):
-        if old.is_graph_output():
-            place = next(i for i, value in enumerate(draft.graph.outputs) if value is old)
-            new.type, new.shape = old.type, old.shape
-            draft.graph.outputs[place] = new
-            old_name, old.name = old.name, None
-            new.name = old_name
-        else:
-            ir.convenience.replace_all_uses_with(old, new)
-    draft.graph.remove(node, safe=True)
 
 
 def _declare_shapes(draft: Draft) -> None:

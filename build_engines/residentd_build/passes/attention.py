@@ -36,6 +36,7 @@ RECOGNISERS: tuple[Callable[[Cache, Sequence[Probe]], AttentionCore | None], ...
 )
 PROBE_TOKENS = 16
 FINDINGS_MAX = 8
+USERS_MAX = 3  # named of a cache
 REMEDY = (
     "Export it with `optimum-cli export onnx --task text-generation-with-past`, or report the exporter and its version"
 )
@@ -88,7 +89,8 @@ def _recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore:
             if width != cache.dim:
                 raise UnrecognisedError(f"its keys have {cache.dim} places a head and its values {width}")
             return core
-    raise UnrecognisedError(f"no known form uses the cache input {cache.past_key.name}")
+    users = ", ".join(f"{node.name} ({node.op_type})" for node in list(cache.past_key.consumers())[:USERS_MAX])
+    raise UnrecognisedError(f"no known form uses the cache input {cache.past_key.name}; used by: {users or 'nothing'}")
 
 
 def _replace(draft: Draft, core: AttentionCore, window: int | None) -> None:

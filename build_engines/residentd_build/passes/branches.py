@@ -79,15 +79,7 @@ def _inline(draft: Draft, node: ir.Node, branch: ir.Graph) -> None:
     branch.outputs.clear()
     branch.remove(nodes)
     _rename(draft, nodes)
-    draft.graph.insert_before(node, nodes)
-    for old, new in zip(node.outputs, results, strict=True):
-        if old.is_graph_output():
-            place = next(i for i, value in enumerate(draft.graph.outputs) if value is old)
-            name, old.name = old.name, None
-            new.type, new.shape, new.name = old.type, old.shape, name
-            draft.graph.outputs[place] = new
-        ir.convenience.replace_all_uses_with(old, new)
-    draft.graph.remove(node, safe=True)
+    draft.replace(node, nodes, results)
 
 
 def _rename(draft: Draft, nodes: list[ir.Node]) -> None:

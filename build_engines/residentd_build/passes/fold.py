@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx_ir as ir
 
 from residentd_build.facts import TOKENS, UNKNOWN_DIM
@@ -43,4 +42,4 @@ def _fold_target(draft: Draft, node: ir.Node, facts: Trace) -> None:
     if dims is None or 0 in dims or [dim for dim in dims if not isinstance(dim, int)] != [TOKENS]:
         return
     target = [dim if isinstance(dim, int) else -1 for dim in dims]
-    node.replace_input_with(1, draft.constant(f"shape.{target}", np.array(target, np.int64)))
+    node.replace_input_with(1, draft.integers(target))

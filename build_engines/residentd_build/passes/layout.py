@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     import onnx_ir as ir
     from onnx_ir.tape import Tape
@@ -29,5 +27,4 @@ def heads_of(tape: Tape, draft: Draft, rows: ir.Value, *, heads: int, dim: int, 
 
 
 def reshape(tape: Tape, draft: Draft, value: ir.Value, shape: list[int], name: str) -> ir.Value:
-    target = draft.constant(f"shape.{shape}", np.array(shape, np.int64))
-    return tape.op("Reshape", [value, target], name=name)
+    return tape.op("Reshape", [value, draft.integers(shape)], name=name)

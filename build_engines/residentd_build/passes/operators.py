@@ -1,8 +1,8 @@
 """Write other exporters' fused operators as the plain ones that recognition and the canonical form are made of.
 
-Ensures: no node is com.microsoft::SkipSimplifiedLayerNormalization, SkipLayerNormalization or RotaryEmbedding, and no
-GroupQueryAttention takes queries, keys and values side by side. No norm of each head sees tokens and heads as one axis.
-The lowering fuses again what its target has.
+Ensures: no node is com.microsoft::SkipSimplifiedLayerNormalization, SkipLayerNormalization, RotaryEmbedding or
+FusedMatMul, and no GroupQueryAttention takes queries, keys and values side by side. No norm of each head sees tokens
+and heads as one axis. The lowering fuses again what its target has.
 """
 
 from __future__ import annotations
@@ -55,22 +55,20 @@ def run(draft: Draft) -> str:
     return f"operators: wrote out {named}"
 
 
-def _replace(draft: Draft, node: ir.Node, tape: Tape, outputs: Mapping[int, ir.Value]) -> None:
-    draft.graph.insert_before(node, tape.nodes)
-    for index, new in outputs.items():
-        old = node.outputs[index]
-        new.type, new.shape = old.type, old.shape
-        if old.is_graph_output():
-            new.name, old.name = old.name, None
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    draft.graph.remove(node, safe=True)
+def _replace(draft: Draft, node: ir.Node, tape: Tape, facts: Trace, *outputs: ir.Value | None) -> None:
+    """`facts` then know of the new values what they knew of the old: the next rewrite asks about its inputs."""
+    for old, new in zip(node.outputs, outputs, strict=True):
+        if new is not None:
+            new.type, new.shape = old.type, old.shape
+            facts.facts[new] = facts[old]
+    draft.replace(node, tape.nodes, outputs)
 
 
 def _used(node: ir.Node, indices: range) -> bool:
     return any(output.uses() or output.is_graph_output() for output in node.outputs[indices.start : indices.stop])
 
 
-def _skip_norm(draft: Draft, node: ir.Node, _facts: Trace) -> str:
+def _skip_norm(draft: Draft, node: ir.Node, facts: Trace) -> str:
     """(x, skip, weight, bias?) -> norm(x + skip + bias), …, the sum. SkipLayerNormalization has a shift before bias."""
     if _used(node, range(1, 3)):
         return "gives its mean or deviation to other nodes, which no language model does"
@@ -86,8 +84,7 @@ def _skip_norm(draft: Draft, node: ir.Node, _facts: Trace) -> str:
     operator = SIMPLIFIED if is_simplified else "LayerNormalization"
     operands = [total, weight] if shift is None else [total, weight, shift]
     normed = tape.op(operator, operands, attributes, name=f"{node.name}.norm")
-    outputs = {0: normed} | ({3: total} if len(node.outputs) > 3 else {})
-    _replace(draft, node, tape, outputs)
+    _replace(draft, node, tape, facts, *(normed, None, None, total)[: len(node.outputs)])
     return ""
 
 
@@ -108,19 +105,19 @@ def _rotary(draft: Draft, node: ir.Node, facts: Trace) -> str:
     dim = dims[-1] if is_heads_first else (dims[-1] // heads if heads else rotated)
     tape = Tape()
     tables = [
-        tape.op("Unsqueeze", [tape.op("Gather", [table, positions]), _ints(draft, [1 if is_heads_first else 2])])
+        tape.op("Unsqueeze", [tape.op("Gather", [table, positions]), draft.integers([1 if is_heads_first else 2])])
         for table in (cos, sin)
     ]
     heads_last = source
     if not is_heads_first:
-        heads_last = tape.op("Reshape", [source, _ints(draft, [0, 0, -1, dim])])
+        heads_last = tape.op("Reshape", [source, draft.integers([0, 0, -1, dim])])
     turned = _turned(draft, tape, heads_last, tables, half, is_interleaved=bool(attribute(node, "interleaved", 0)))
     if rotated < dim:
-        rest = tape.op("Slice", [heads_last, _ints(draft, [rotated]), _ints(draft, [dim]), _ints(draft, [-1])])
+        rest = tape.op("Slice", [heads_last, draft.integers([rotated]), draft.integers([dim]), draft.integers([-1])])
         turned = tape.op("Concat", [turned, rest], {"axis": -1})
     if not is_heads_first:
-        turned = tape.op("Reshape", [turned, _ints(draft, [0, 0, dims[-1]])])
-    _replace(draft, node, tape, {0: turned})
+        turned = tape.op("Reshape", [turned, draft.integers([0, 0, dims[-1]])])
+    _replace(draft, node, tape, facts, turned)
     return ""
 
 
@@ -133,15 +130,42 @@ def _turned(
     ends = [2 * half, 2 * half] if is_interleaved else [half, 2 * half]
     starts = [0, 1] if is_interleaved else [0, half]
     first, second = (
-        tape.op("Slice", [heads, _ints(draft, [start]), _ints(draft, [end]), _ints(draft, [-1]), _ints(draft, [step])])
+        tape.op(
+            "Slice",
+            [heads, draft.integers([start]), draft.integers([end]), draft.integers([-1]), draft.integers([step])],
+        )
         for start, end in zip(starts, ends, strict=True)
     )
     left = tape.op("Sub", [tape.op("Mul", [first, cos]), tape.op("Mul", [second, sin])])
     right = tape.op("Add", [tape.op("Mul", [first, sin]), tape.op("Mul", [second, cos])])
     if not is_interleaved:
         return tape.op("Concat", [left, right], {"axis": -1})
-    parts = [tape.op("Unsqueeze", [part, _ints(draft, [-1])]) for part in (left, right)]
-    return tape.op("Reshape", [tape.op("Concat", parts, {"axis": -1}), _ints(draft, [0, 0, 0, 2 * half])])
+    parts = [tape.op("Unsqueeze", [part, draft.integers([-1])]) for part in (left, right)]
+    return tape.op("Reshape", [tape.op("Concat", parts, {"axis": -1}), draft.integers([0, 0, 0, 2 * half])])
+
+
+def _fused_product(draft: Draft, node: ir.Node, facts: Trace) -> str:
+    """A product times alpha, each side turned over in its last two axes if its attribute says so."""
+    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
+        return "turns batch axes, which is not supported"
+    tape = Tape()
+    operands: list[ir.Value | None] = []
+    for value, name in zip(node.inputs, ("transA", "transB"), strict=True):
+        dims = facts[value].dims
+        if not attribute(node, name, 0):
+            operands.append(value)
+        elif dims is None or len(dims) < 2:
+            return "turns over what has no two known axes"
+        else:
+            order = (*range(len(dims) - 2), len(dims) - 1, len(dims) - 2)
+            operands.append(tape.op("Transpose", [value], {"perm": order}, name=f"{node.name}.{name}"))
+    result = tape.op("MatMul", operands, name=f"{node.name}.product")
+    alpha = attribute(node, "alpha", 1.0)
+    if alpha != 1.0:
+        factor = draft.constant(f"number.{alpha}", np.array(alpha, np.float32))
+        result = tape.op("Mul", [result, factor], name=f"{node.name}.scaled")
+    _replace(draft, node, tape, facts, result)
+    return ""
 
 
 def _grouped(draft: Draft, node: ir.Node, _facts: Trace) -> str:
@@ -151,7 +175,7 @@ def _grouped(draft: Draft, node: ir.Node, _facts: Trace) -> str:
     dim = None if cache is None or cache.shape is None else cache.shape[3]
     if not isinstance(dim, int):
         return "has no cache of a fixed head size"
-    sizes = _ints(draft, [heads * dim, kv_heads * dim, kv_heads * dim])
+    sizes = draft.integers([heads * dim, kv_heads * dim, kv_heads * dim])
     tape = Tape()
     outputs = [ir.Value(name=f"{node.name}.{part}") for part in "qkv"]
     parts = tape.op_multi_out("Split", [node.inputs[0], sizes], {"axis": -1}, outputs=outputs, name=f"{node.name}.qkv")
@@ -179,17 +203,13 @@ def _head_norm(draft: Draft, node: ir.Node, facts: Trace) -> bool:
     is_undone = second.tolist() in ([0, -1, wide[2]], [1, -1, wide[2]]) or after == wide
     if not is_joined or not is_undone or attribute(node, "axis", -1) not in {-1, 2} or len(list(source.uses())) != 1:
         return False
-    before.replace_input_with(1, _ints(draft, [0, 0, -1, dim]))
+    before.replace_input_with(1, draft.integers([0, 0, -1, dim]))
     node.attributes["axis"] = ir.AttrInt64("axis", -1)
-    users[0].replace_input_with(1, _ints(draft, [0, 0, wide[2]]))
+    users[0].replace_input_with(1, draft.integers([0, 0, wide[2]]))
     before.attributes.pop("allowzero", None)
     users[0].attributes.pop("allowzero", None)
     source.shape = result.shape = None
     return True
-
-
-def _ints(draft: Draft, numbers: list[int]) -> ir.Value:
-    return draft.constant(f"shape.{numbers}", np.array(numbers, np.int64))
 
 
 REWRITES: Mapping[str, Callable[[Draft, ir.Node, Trace], str]] = {
@@ -197,5 +217,6 @@ REWRITES: Mapping[str, Callable[[Draft, ir.Node, Trace], str]] = {
     "SkipLayerNormalization": _skip_norm,
     "RotaryEmbedding": _rotary,
     "GroupQueryAttention": _grouped,
+    "FusedMatMul": _fused_product,
 }
 """Each returns why it cannot, or an empty string."""

@@ -89,7 +89,7 @@ def _replace(draft: Draft, value: ir.Value, positions: ir.Value, rank: int, dtyp
     tape = Tape()
     result = positions
     if rank == 1:
-        result = tape.op("Reshape", [result, draft.constant("shape.[-1]", np.array([-1], np.int64))])
+        result = tape.op("Reshape", [result, draft.integers([-1])])
     if dtype != ir.DataType.INT64:
         result = tape.op("Cast", [result], {"to": dtype})
     node = value.producer()

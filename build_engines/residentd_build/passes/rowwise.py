@@ -94,7 +94,7 @@ def _rewrite(draft: Draft, node: ir.Node) -> None:
 def _reduce(draft: Draft, tape: Tape, operator: str, value: ir.Value | None, name: str) -> ir.Value:
     if draft.opset < 18:
         return tape.op(operator, [value], {"axes": [-1]}, name=name)
-    return tape.op(operator, [value, draft.constant("shape.[-1]", np.array([-1], np.int64))], name=name)
+    return tape.op(operator, [value, draft.integers([-1])], name=name)
 
 
 def _shift(draft: Draft, product: ir.Node, codes: ir.Value, zero: ir.Value) -> None:

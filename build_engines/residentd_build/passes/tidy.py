@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx_ir as ir
 
 from residentd_build.facts import TOKEN_AXES, TOKENS, UNKNOWN_DIM
@@ -59,8 +58,7 @@ def _shorten_view(draft: Draft, node: ir.Node, source: ir.Value, facts: Trace) -
         ir.convenience.replace_all_uses_with(result, source)
     elif source is not node.inputs[0]:
         target = [dim if isinstance(dim, int) else -1 for dim in dims]
-        shape = draft.constant(f"shape.{target}", np.array(target, np.int64))
-        reshape = ir.node("Reshape", [source, shape], name=f"{node.name}.short")
+        reshape = ir.node("Reshape", [source, draft.integers(target)], name=f"{node.name}.short")
         reshape.outputs[0].name = f"{result.name}.short"
         facts.facts[reshape.outputs[0]] = facts[result]
         draft.graph.insert_before(node, [reshape])

@@ -47,7 +47,7 @@ class AttentionCore:
 
     `sinks`, float32 [heads], are scores that take their share of the softmax and give no value (gpt-oss).
     Query and output are [1, heads, tokens, dim] if `is_heads_first`, else [1, tokens, heads · dim]; the same for keys
-    and values. `mask` and `second_mask` are additive or boolean and may be absent; `is_causal` masks besides.
+    and values. `masks` are additive or boolean; `is_causal` masks besides.
     `is_stated`: one operator whose specification says all of this, `window` and `rotary` included, so that there is
     nothing to evaluate.
     """
@@ -62,10 +62,9 @@ class AttentionCore:
     heads: int
     scale: float
     softcap: float
-    mask: ir.Value | None
+    masks: tuple[ir.Value, ...]
     is_causal: bool
     is_heads_first: bool
-    second_mask: ir.Value | None = None
     sinks: Array | None = None
     is_stated: bool = False
     window: int | None = None
@@ -104,9 +103,10 @@ def window_of(core: AttentionCore, probes: Sequence[Probe], context: int) -> int
     window = None if seen >= last.past + last.tokens else seen
     for probe in probes:
         if not np.array_equal(_visible(core, probe), causal_mask(probe.tokens, probe.past, window)):
+            named = " with ".join(str(mask.name) for mask in core.masks)
             raise UnrecognisedError(
-                f"the mask {'' if core.mask is None else core.mask.name} is neither causal nor a causal window at "
-                f"{probe.tokens} tokens after {probe.past}, of {context:,}"
+                f"the mask {named} is neither causal nor a causal window at {probe.tokens} tokens after {probe.past}, "
+                f"of {context:,}"
             )
     return window
 
@@ -124,9 +124,8 @@ def _visible(core: AttentionCore, probe: Probe) -> Array:
     visible = np.ones((probe.tokens, total), bool)
     if core.is_causal:
         visible = causal_mask(probe.tokens, probe.past, None)
-    for value in (core.mask, core.second_mask):
-        if value is not None:
-            visible = visible & _shown_by(value, probe)
+    for mask in core.masks:
+        visible = visible & _shown_by(mask, probe)
     return visible
 
 

@@ -70,8 +70,7 @@ def recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore | None:
         * key_factor
         * (scores.cap_outer / scores.cap_inner if scores.has_tanh else 1.0),
         softcap=scores.cap_outer,
-        mask=scores.masks[0] if scores.masks else None,
-        second_mask=scores.masks[1] if len(scores.masks) > 1 else None,
+        masks=scores.masks,
         is_causal=False,
         is_heads_first=True,
         sinks=scores.sinks,

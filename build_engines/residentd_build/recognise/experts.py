@@ -341,7 +341,8 @@ def _apart(block: _Block) -> Iterator[Layout]:
     products = [
         node for node in block.nodes if node.op_type == "MatMul" and _weight(node.inputs[1], rank=2) is not None
     ]
-    inner = {node: _products_before(node, set(products)) for node in products}
+    places = {node: place for place, node in enumerate(products)}
+    inner = {node: _products_before(node, places) for node in products}
     groups = [(node, before) for node, before in inner.items() if before]
     if len(groups) != block.router.count or any(len(before) != 2 for _, before in groups):
         return
@@ -362,8 +363,8 @@ def _tensor(product: ir.Node) -> ir.TensorProtocol:
     return product.inputs[1].const_value
 
 
-def _products_before(node: ir.Node, products: set[ir.Node]) -> list[ir.Node]:
-    """The products with weights that the left side of `node` is computed from, in the order of the graph."""
+def _products_before(node: ir.Node, places: Mapping[ir.Node, int]) -> list[ir.Node]:
+    """The products with weights that the left side of `node` is computed from, by their `places` in the graph."""
     found: list[ir.Node] = []
     seen: set[ir.Node] = set()
     open_values = [node.inputs[0]]
@@ -373,11 +374,11 @@ def _products_before(node: ir.Node, products: set[ir.Node]) -> list[ir.Node]:
         if before is None or before in seen:
             continue
         seen.add(before)
-        if before in products:
+        if before in places:
             found.append(before)
         else:
             open_values += before.inputs
-    return sorted(found, key=lambda item: item.name or "")
+    return sorted(found, key=places.__getitem__)
 
 
 def _stacked(block: _Block) -> Iterator[Layout]:

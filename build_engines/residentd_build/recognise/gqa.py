@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 OPERATOR = "GroupQueryAttention"
 INPUTS = {
-    "position_ids": 9,
     "attention_bias": 10,
     "k_scale": 12,
     "v_scale": 13,
@@ -32,7 +31,7 @@ INPUTS = {
     "query_seqlens": 16,
 }
 """Inputs of onnxruntime 1.32's schema that change what is computed, by place."""
-SINKS_INPUT = 11
+POSITION_IDS_INPUT, SINKS_INPUT = 9, 11
 NEUTRAL = {"smooth_softmax": (0, -1), "qk_output": (0,), "causal": (1,), "sliding_window_cache": (0,)}
 """Attributes that change it, with the values at which they do not."""
 KNOWN = frozenset(
@@ -79,7 +78,7 @@ def recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore | None:
         heads=attribute(node, "num_heads"),
         scale=float(attribute(node, "scale", 0.0)) or cache.dim**-0.5,
         softcap=float(attribute(node, "softcap", 0.0)),
-        mask=None,
+        masks=(),
         is_causal=True,
         is_heads_first=False,
         is_stated=True,
@@ -90,7 +89,7 @@ def recognise(cache: Cache, probes: Sequence[Probe]) -> AttentionCore | None:
 
 
 def _refuse_unknown(node: ir.Node) -> None:
-    if used := [name for name, index in INPUTS.items() if _input(node, index) is not None and name != "position_ids"]:
+    if used := [name for name, index in INPUTS.items() if _input(node, index) is not None]:
         raise UnrecognisedError(f"node {node.name} has the inputs {', '.join(used)}, which are not supported")
     for name, found in node.attributes.items():
         if name not in KNOWN and found.value not in NEUTRAL.get(name, ()):
@@ -115,7 +114,7 @@ def _rotary(node: ir.Node, probes: Sequence[Probe]) -> Rotary | None:
     cos, sin = _input(node, 7), _input(node, 8)
     if cos is None or sin is None or cos.const_value is None or sin.const_value is None:
         raise UnrecognisedError(f"node {node.name} rotates by tables that are not constant")
-    positions = _input(node, INPUTS["position_ids"])
+    positions = _input(node, POSITION_IDS_INPUT)
     for probe in probes if positions is not None else ():
         content = probe.trace.content(positions)
         if content is None or content.reshape(-1).tolist() != list(range(probe.past, probe.past + probe.tokens)):

@@ -77,6 +77,7 @@ def _core(
     heads = dims[1] if is_heads_first else attribute(node, "q_num_heads", 0)
     if not isinstance(heads, int) or heads < 1:
         raise UnrecognisedError(f"node {node.name} does not say how many heads it has")
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
     return AttentionCore(
         cache=cache,
         query=query,
@@ -88,7 +89,7 @@ def _core(
         heads=heads,
         scale=float(attribute(node, "scale", cache.dim**-0.5)),
         softcap=float(attribute(node, "softcap", 0.0)),
-        mask=node.inputs[3] if len(node.inputs) > 3 else None,
+        masks=() if mask is None else (mask,),
         is_causal=bool(attribute(node, "is_causal", 0)),
         is_heads_first=is_heads_first,
     )

@@ -7,7 +7,13 @@ graph, whose weights still lie in the source, so the first engine's files may go
     of the candidates whose mean KL divergence is within the bound, the one with the highest geometric mean of tokens/s
     for one sequence and tokens/s for eight.
 
-What is chosen must then answer in flight as it does alone, if it is quantised; fp32 has shown more than that.
+A candidate that loses more than another, with no measuring needed to say so (`Scheme.loses_more_than`), is not tried
+once that one is past the bound: int4 in blocks of 128, the fastest there is for one sequence, is tried only where int4
+in blocks of 32 stays within it, and neither is where int8 in blocks of 32 does not. So auto takes no longer than
+before where int4 loses too much (SmolLM2-135M), and one more candidate where it may win.
+
+What is chosen must then answer in flight as it does alone, if any part of it is not as it was exported; what is has
+shown more than that.
 """
 
 from __future__ import annotations
@@ -15,7 +21,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +28,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
-from residentd.backend.modes import OpenBackend, memory_need, open_engine
+from residentd.backend.modes import memory_need
+from residentd.backend.onnxruntime import RuntimeOptions
+from residentd.backend.speed import measure_speeds
+from residentd.models.checks import Speeds
 from residentd.models.manifest import Cost, Engine, Golden, Quality, Tolerance
 from residentd_build import calibrate, goldens, inflight, quality
 from residentd_build.draft import Draft
@@ -31,8 +39,9 @@ from residentd_build.engine_files import write_files
 from residentd_build.foreign import refusing
 from residentd_build.passes import quantise
 from residentd_build.passes.quantise import NOTHING_KNOWN
-from residentd_build.precision import Precision, Scheme
+from residentd_build.precision import Precision, Scheme, scheme_for
 from residentd_build.progress import Progress, part_of, stage_of
+from residentd_build.verify import opened
 
 if TYPE_CHECKING:
     from residentd_build.matrices import Floats
@@ -56,11 +65,13 @@ class Candidate:
     measured: Measured
     cost: Cost
     line: str = ""
+    speeds: Speeds | None = None  # None: there is nothing to choose from
 
     @property
     def speed(self) -> float:
         """What `--precision auto` compares."""
-        return math.sqrt(self.measured.decode_1 * self.measured.decode_8)
+        assert self.speeds is not None, "auto measures the speed of every candidate"
+        return math.sqrt(self.speeds.decode_one * self.speeds.decode_many)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,7 @@ class Workshop:
     options: Options
     verified: VerifyResult
     reference: Reference
+    loading: RuntimeOptions  # of the verified engine, to be compared
     importance: Mapping[str, Floats] = field(default_factory=lambda: NOTHING_KNOWN)
 
 
@@ -98,7 +110,7 @@ def choose(workshop: Workshop, verified: Engine, progress: Progress) -> Chosen:
     if len(schemes) > 1:
         return _fastest(workshop, verified, schemes, progress)
     (scheme,) = schemes
-    if scheme.precision == "fp32":
+    if scheme.is_exact:
         candidate = _measure(workshop, scheme, verified, "", progress)
     else:
         shutil.rmtree((workshop.stage / verified.path).parent)
@@ -118,8 +130,13 @@ def _importance(
 
 
 def _judged_as(scheme: Scheme, engine: Engine) -> Precision:
-    """What arrived quantised is compared with itself: whatever its bits, it may lose what int8 may, and no more."""
-    return "int8" if scheme.precision == "fp32" and engine.precision not in FLOATS else engine.precision
+    """What was quantised, by its coarsest part.
+
+    What arrived quantised is compared with itself: whatever its bits, it may lose what int8 may, and no more.
+    """
+    if not scheme.is_exact:
+        return scheme.coarsest
+    return engine.precision if engine.precision in FLOATS else "int8"
 
 
 def _fastest(workshop: Workshop, verified: Engine, schemes: Sequence[Scheme], progress: Progress) -> Chosen:
@@ -127,8 +144,13 @@ def _fastest(workshop: Workshop, verified: Engine, schemes: Sequence[Scheme], pr
     bound = workshop.options.weights.kl_bound(verified.precision)
     share = 1 / len(schemes)
     best = _measure(workshop, schemes[0], verified, "", part_of(progress, 0.0, share))
-    made = [best]
+    made, untried = [best], []
     for index, scheme in enumerate(schemes[1:], start=1):
+        reason = _hopeless(scheme, made, bound)
+        if reason:
+            untried.append(reason)
+            progress("measure", (index + 1) * share, reason)
+            continue
         own = replace(workshop, draft=_copy(workshop.draft))
         candidate = _make(own, scheme, verified, NEXT_DIRECTORY, part_of(progress, index * share, (index + 1) * share))
         made.append(candidate)
@@ -139,7 +161,17 @@ def _fastest(workshop: Workshop, verified: Engine, schemes: Sequence[Scheme], pr
         else:
             shutil.rmtree((workshop.stage / candidate.engine.path).parent)
     table = tuple(f"{_row(candidate, bound)}{', chosen' if candidate is best else ''}" for candidate in made)
-    return _finish(workshop, best, bound, (*table, RULE, *_busy(psutil.getloadavg()[1], psutil.cpu_count() or 1)))
+    busy = _busy(psutil.getloadavg()[1], psutil.cpu_count() or 1)
+    return _finish(workshop, best, bound, (*table, *untried, RULE, *busy))
+
+
+def _hopeless(scheme: Scheme, made: Sequence[Candidate], bound: float) -> str:
+    """The line of the table for what need not be made: something that loses less is past the bound. Else empty."""
+    past = (candidate.scheme for candidate in made if candidate.measured.kl_mean > bound)
+    finer = next((other for other in past if scheme.loses_more_than(other)), None)
+    if finer is None:
+        return ""
+    return f"{scheme_name(scheme)}: not tried, it loses more than {scheme_name(finer)}, which is out"
 
 
 def _busy(load: float, processors: int) -> Iterator[str]:
@@ -157,7 +189,7 @@ def _make(workshop: Workshop, scheme: Scheme, verified: Engine, folder: str, pro
     with refusing("quantised"):
         writing(0.0, scheme_name(scheme))
         line = quantise.run(workshop.draft, scheme, workshop.importance)
-        write_files(workshop.draft, workshop.stage / folder, writing)
+        write_files(workshop.draft.model, workshop.stage / folder, writing)
     engine = msgspec.structs.replace(
         verified,
         path=f"{folder}/{Path(verified.path).name}",
@@ -168,18 +200,19 @@ def _make(workshop: Workshop, scheme: Scheme, verified: Engine, folder: str, pro
 
 
 def _measure(workshop: Workshop, scheme: Scheme, engine: Engine, line: str, progress: Progress) -> Candidate:
-    stage = workshop.stage
-    with _opened(stage, engine, slots=quality.PASSAGES_MAX, context=quality.PASSAGE_TOKENS_MAX) as backend:
+    """How much it lost; and where there is a choice, loaded as it will serve, how fast it is."""
+    stage, is_choice = workshop.stage, len(workshop.options.weights.schemes()) > 1
+    options = workshop.loading if scheme.is_exact and not is_choice else RuntimeOptions()
+    places = {"slots": quality.PASSAGES_MAX, "context": quality.PASSAGE_TOKENS_MAX}
+    with opened(stage, engine, options, **places) as backend:
         measured = quality.measure(backend, workshop.reference, stage_of(progress, "measure"))
+        speeds = measure_speeds(backend, max(workshop.reference.passages, key=len)) if is_choice else None
     folder = (stage / engine.path).parent
     cost = Cost(
         file_bytes=sum(path.stat().st_size for path in folder.iterdir()),
         memory_bytes=memory_need(stage, engine).total,
-        decode_1_tokens_per_s=_three_digits(measured.decode_1),
-        decode_8_tokens_per_s=_three_digits(measured.decode_8),
-        prefill_tokens_per_s=_three_digits(measured.prefill),
     )
-    return Candidate(scheme, engine, measured, cost, line)
+    return Candidate(scheme, engine, measured, cost, line, speeds)
 
 
 def _finish(workshop: Workshop, candidate: Candidate, bound: float, table: tuple[str, ...]) -> Chosen:
@@ -187,30 +220,15 @@ def _finish(workshop: Workshop, candidate: Candidate, bound: float, table: tuple
     engine = candidate.engine
     found = quality.judge(candidate.measured, bound, scheme_name(candidate.scheme))
     recorded, tolerance = workshop.verified.goldens, workshop.verified.tolerance
-    if candidate.scheme.precision != "fp32":
+    if not candidate.scheme.is_exact:
         plain = [msgspec.structs.replace(golden, statistics=()) for golden in recorded]
-        with _opened(workshop.stage, engine, slots=inflight.SLOTS, context=inflight.CONTEXT_MAX) as backend:
+        places = {"slots": inflight.SLOTS, "context": inflight.CONTEXT_MAX}
+        with opened(workshop.stage, engine, RuntimeOptions(), **places) as backend:
             worst = inflight.check_in_flight(backend, workshop.reference.passages)
             recorded, tolerance = goldens.record(backend, plain, bound=None)
         found = msgspec.structs.replace(found, kl_in_flight=worst)
     lines = (candidate.line,) if candidate.line else ()
     return Chosen(engine, recorded, tolerance, found, candidate.cost, lines, table)
-
-
-@contextmanager
-def _opened(stage: Path, engine: Engine, *, slots: int, context: int) -> Iterator[OpenBackend]:
-    """The engine with `slots` slots, whatever it will serve with, of `context` tokens at most."""
-    limits = msgspec.structs.replace(
-        engine.limits,
-        slots=slots,
-        context=min(engine.limits.context, context),
-        step_tokens_max=max(engine.limits.step_tokens_max, slots + 1),
-    )
-    backend = open_engine(stage, msgspec.structs.replace(engine, limits=limits))
-    try:
-        yield backend
-    finally:
-        backend.close()
 
 
 def _move(stage: Path, candidate: Candidate, path: str) -> Candidate:
@@ -234,30 +252,39 @@ def _copy(draft: Draft) -> Draft:
 
 def _row(candidate: Candidate, bound: float) -> str:
     """A line of the table of candidates."""
-    measured = candidate.measured
+    measured, speeds = candidate.measured, candidate.speeds
+    assert speeds is not None, "auto measures the speed of every candidate"
     verdict = "" if measured.kl_mean <= bound else f" (bound {bound:g}: out)"
     return (
         f"{scheme_name(candidate.scheme)}: KL {measured.kl_mean:.2g}{verdict}, perplexity {measured.perplexity:.4g}, "
-        f"{candidate.cost.file_bytes / 1e6:,.0f} MB, tokens/s {measured.decode_1:.1f} for 1, {measured.decode_8:.1f} "
-        f"for 8, prefill {measured.prefill:.0f}"
+        f"{candidate.cost.file_bytes / 1e6:,.0f} MB, tokens/s {speeds.decode_one:.1f} for 1, {speeds.decode_many:.1f} "
+        f"for {speeds.rows}, prefill {speeds.prefill:.0f}"
     )
 
 
 def scheme_name(scheme: Scheme) -> str:
-    """What a person calls it: "int8 row8", "int4 block 32"."""
-    if scheme.precision in FLOATS:
-        return scheme.precision
-    blocks = f"block {scheme.block}" if scheme.block else "row8"
-    return f"{scheme.precision} {blocks}{'' if scheme.symmetric else ' asymmetric'}"
+    """What a person calls it: "int8 row8", "int4 block 32", "fp32 with head int8"."""
+    usual = scheme_for(scheme.precision)
+    parts = {
+        f"embedding {scheme.embedding_precision}": scheme.embedding_precision != usual.embedding_precision,
+        f"head {scheme.head_precision}": scheme.head_precision != usual.head_precision,
+    }
+    unusual = " and ".join(part for part, is_unusual in parts.items() if is_unusual)
+    body = " ".join(text for text in (scheme.precision, _body(scheme)) if text)
+    return f"{body} with {unusual}" if unusual else body
 
 
 def weights_line(scheme: Scheme) -> str:
     """Engine.weights: empty where the precision says it all."""
-    if scheme.precision in FLOATS and scheme.embedding == scheme.head == "same":
+    if scheme.precision in FLOATS and scheme.embedding_precision == scheme.head_precision == scheme.precision:
         return ""
-    matrices = scheme_name(scheme).removeprefix(f"{scheme.precision} ")
-    return f"{matrices}; head {scheme.head_precision}; embedding {scheme.embedding_precision}"
+    parts = (_body(scheme), f"head {scheme.head_precision}", f"embedding {scheme.embedding_precision}")
+    return "; ".join(part for part in parts if part)
 
 
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
+def _body(scheme: Scheme) -> str:
+    """Blocks and zeros of the matrices other than embedding and head; empty for floating point."""
+    if scheme.precision in FLOATS:
+        return ""
+    blocks = f"block {scheme.block}" if scheme.block else "row8"
+    return f"{blocks}{'' if scheme.symmetric else ' asymmetric'}"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
 from residentd.errors import Finding, OperatorError, SourceError
 from residentd_build.arrived import arrived
 from residentd_build.draft import Draft
 from residentd_build.foreign import cut
 from residentd_build.options import AUTO, CANONICAL, COMPATIBILITY
-from residentd_build.passes import branches, rowwise
+from residentd_build.passes import branches, rowwise, widen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import onnx_ir as ir
 
     from residentd.models.manifest import Engine
     from residentd_build.options import Options
@@ -66,12 +66,7 @@ def precision_of(model: ir.Model) -> Precision:
     quantised = arrived(model)
     if quantised is not None:
         return quantised.precision
-    sizes: dict[Precision, int] = {"fp32": 0, "fp16": 0, "bf16": 0}
-    by_type: dict[ir.DataType, Precision] = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
-    for value in model.graph.initializers.values():
-        if value.const_value is not None:
-            sizes[by_type.get(value.const_value.dtype, "fp32")] += value.const_value.nbytes
-    return max(sizes, key=lambda precision: sizes[precision])
+    return widen.stored_precision(model) or "fp32"
 
 
 def separate(draft: Draft, reasons: Sequence[Finding]) -> tuple[str, ...]:

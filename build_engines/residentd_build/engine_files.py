@@ -9,7 +9,6 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from residentd_build.draft import Draft
     from residentd_build.progress import StageProgress
 
 ENGINE_FILE = "model.onnx"
@@ -18,7 +17,7 @@ WEIGHTS_INLINE_BYTES_MAX = 1024
 WEIGHTS_ALIGNMENT = 1 << 16  # the largest page size in use, so that each matrix can be mapped by itself
 
 
-def write_files(draft: Draft, directory: Path, report: StageProgress) -> None:
+def write_files(model: ir.Model, directory: Path, report: StageProgress) -> None:
     """The weights pass through one tensor at a time, out of the source's mapping."""
     directory.mkdir(exist_ok=True)
 
@@ -26,7 +25,7 @@ def write_files(draft: Draft, directory: Path, report: StageProgress) -> None:
         report(info.index / max(info.total, 1), f"writing weights, {info.index + 1:,} of {info.total:,}")
 
     ir.save(
-        draft.model,
+        model,
         directory / ENGINE_FILE,
         external_data=WEIGHTS_FILE,
         size_threshold_bytes=WEIGHTS_INLINE_BYTES_MAX,

@@ -13,7 +13,7 @@ from residentd.backend.replay import AT_ONCE, Cut, replay
 from residentd.errors import AccuracyError
 from residentd.models.checks import CHAT, FILES, OUTPUTS, STATISTICS, TOKENIZER, TOKENS, Part
 from residentd.models.manifest import Golden, Tolerance
-from residentd.models.statistics import statistics_of, worst_difference
+from residentd.models.statistics import scale_of, statistics_of, worst_difference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,8 +65,7 @@ def record(
 
 def _measured(backend: OpenBackend, goldens: Sequence[Golden]) -> Tolerance:
     """Of an engine that amplifies rounding. Raises AccuracyError."""
-    logits = [abs(logit) for golden in goldens for entry in golden.statistics for logit in entry.logits]
-    scale = max(1.0, *logits)
+    scale = max(1.0, *(scale_of(np.array(entry.logits)) for golden in goldens for entry in golden.statistics))
     longest = max(len(golden.prompt) + len(golden.output) for golden in goldens)
     batched = _compare(backend, goldens, OTHER_CUTS)
     jittered = _compare(_Jittering(backend, longest), goldens, OTHER_CUTS)

@@ -45,9 +45,10 @@ from residentd_build.passes import CANONICALISE, FUSE
 from residentd_build.passes.widen import NARROW, stored_precision
 from residentd_build.progress import Progress, StageProgress, part_of, stage_of
 from residentd_build.quality import passages_of, record_bytes, record_export
+from residentd_build.softcaps import note
 from residentd_build.source import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Source
 from residentd_build.validate import validate
-from residentd_build.verify import Export, VerifyResult, verify
+from residentd_build.verify import Export, VerifyResult, comparing, verify
 
 ENGINE_DIRECTORY = "engine"
 RECORD_SHARE = 0.2  # of measuring
@@ -69,6 +70,9 @@ def build(directory: Path, stage: Path, options: Options, progress: Progress, ch
     started = time.monotonic()
     progress("validate", STAGES["validate"], f"reading {directory}")
     source = validate(directory, context=options.context, variant=options.variant)
+    softcaps = note(source)
+    if softcaps:
+        progress("note", STAGES["validate"], softcaps)
     compiled = compile_source(source, stage, options, progress)
     draft, engine = compiled.draft, compiled.engine
     check_room(_bytes_needed(source, options))
@@ -89,14 +93,8 @@ def build(directory: Path, stage: Path, options: Options, progress: Progress, ch
     shutil.rmtree(stage / reference.DIRECTORY, ignore_errors=True)
     progress("publish", STAGES["publish"], "measuring the files")
     content = describe_content(source, chosen, stage)
-    history = Build(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        tool_versions=tool_versions() | dict(machine()),
-        source_sha256=source.sha256,
-        seconds=round(time.monotonic() - started, 3),
-        passes=tuple(line for line in (source.chosen, *compiled.lines, compared, *chosen.lines) if line),
-        candidates=chosen.candidates,
-    )
+    passes = tuple(line for line in (source.chosen, softcaps, *compiled.lines, compared, *chosen.lines) if line)
+    history = history_of(source.sha256, started, passes, chosen.candidates)
     sealed = seal(content, verified.agreement, history, options.name)
     return msgspec.structs.replace(sealed, quality=chosen.quality, cost=chosen.cost)
 
@@ -164,12 +162,13 @@ def measure(
     passages = passages_of(source, engine.limits.context)
     whole = part_of(progress, STAGES["measure"], STAGES["publish"])
     reading = stage_of(whole, "measure", 0.0, RECORD_SHARE)
-    recorded = record_export(Export(source.model_path, source.model_states), passages, record, reading)
+    loading = comparing(source)
+    recorded = record_export(Export(source.model_path, source.model_states, loading), passages, record, reading)
     if engine.mode == "compatibility" or engine.precision not in FLOATS:
         options = replace(options, weights=Weights(kl_max=options.weights.kl_max))  # as it is, whatever auto could make
-    elif options.weights == Weights(kl_max=options.weights.kl_max):  # nothing was asked for: 16 bits stay 16 bits
+    elif options.weights.precision is None:  # nothing was asked for: 16 bits stay 16 bits
         options = replace(options, weights=replace(options.weights, precision=stored_precision(source.model)))
-    workshop = Workshop(draft, stage, options, verified, recorded)
+    workshop = Workshop(draft, stage, options, verified, recorded, loading)
     chosen = choose(workshop, engine, part_of(whole, RECORD_SHARE, 1.0))
     record.unlink()
     return chosen
@@ -234,7 +233,7 @@ def check_text(source: Source, stage: Path) -> None:
 
 def write_engine(draft: Draft, stage: Path, progress: Progress) -> None:
     """Graph and weights of the engine that is verified."""
-    write_files(draft, stage / ENGINE_DIRECTORY, _within("lower", progress))
+    write_files(draft.model, stage / ENGINE_DIRECTORY, _within("lower", progress))
 
 
 def describe_engine(draft: Draft, source: Source, options: Options) -> Engine:
@@ -271,6 +270,20 @@ def describe_content(source: Source, chosen: Chosen, stage: Path) -> Content:
         files=measure_files(stage),
         chat_goldens=chats,
         tolerance=chosen.tolerance,
+    )
+
+
+def history_of(
+    source_sha256: str, started_s: float, passes: tuple[str, ...], candidates: tuple[str, ...] = ()
+) -> Build:
+    """Where, when and from what a build was made that began at `started_s` of the monotonic clock."""
+    return Build(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        tool_versions=tool_versions() | dict(machine()),
+        source_sha256=source_sha256,
+        seconds=round(time.monotonic() - started_s, 3),
+        passes=passes,
+        candidates=candidates,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,26 @@ from tokenizers import Tokenizer
 
 from residentd.backend.compatibility import INPUT_DTYPES, STEP_INPUTS, step_feeds
 from residentd.backend.modes import OpenBackend, open_engine
-from residentd.backend.onnxruntime import session_options
+from residentd.backend.onnxruntime import RuntimeOptions, new_session
 from residentd.errors import AccuracyError, Finding, MachineError, SourceError
 from residentd.models.manifest import Agreement, Engine, Golden, State, Tolerance
+from residentd.models.statistics import comparable, scale_of
 from residentd.types import RequestId, Row, StepPlan
 from residentd_build.arrived import arrived
 from residentd_build.foreign import REMEDY
 from residentd_build.goldens import record
+from residentd_build.passes.widen import narrow_types
 from residentd_build.source import MODEL_FILE, Source
 from residentd_build.states import StateError, ports_of_session, states_of
 
 SEED = 20261201
 SLOTS_MAX = 6  # fewer than the sequences, so that slots are reused; more would only take memory
+FULL_SLOTS_MAX = 2  # of a whole context each: the full one, and one for all that pass beside it
+PACKED_BYTES_MAX = 1 << 30
+"""Of weights, up to which export and engine are loaded as an engine that serves: half as much again of processor time
+is saved (SmolLM2-135M, 2026-12). Beyond, weights stay in the files' mappings, and a comparison takes the memory of
+caches and activations only; what serving makes of the weights is checked at every load, against the goldens."""
+MAPPED = RuntimeOptions(packs=False)
 OUTPUT_TOKENS = 16
 FULL_OUTPUT_TOKENS = 5
 RANDOM_PROMPTS = (1, 9, 33, 70, 130)  # tokens
@@ -111,32 +120,65 @@ def verify(source: Source, version_dir: Path, engine: Engine, progress: Progress
     Raises AccuracyError past the bound, SourceError when the export itself cannot be run, MachineError.
     """
     progress(0.0, "loading the export")
-    export = Export(source.model_path, source.model_states)
+    options = comparing(source)
+    export = Export(source.model_path, source.model_states, options)
     tracks, noise = _reference(export, source, engine, _part(progress, 0.05, 0.3))
     full = _full_track(export, engine, tracks, _part(progress, 0.3, 0.55))
     del export  # its memory is the engine's now
     is_quantised = arrived(source.model) is not None or (engine.mode == "compatibility" and engine.precision != "fp32")
     comparison = Comparison(_bound([*tracks, full], noise, is_quantised=is_quantised))
+    longest = max(len(track.fed) for track in tracks)
     progress(0.55, "loading the engine")
-    smaller = msgspec.structs.replace(engine.limits, slots=min(engine.limits.slots, SLOTS_MAX))
-    backend = open_engine(version_dir, msgspec.structs.replace(engine, limits=smaller))
-    try:
-        _run_rounds(backend, tracks, full, comparison, _part(progress, 0.6, 0.95))
-        progress(0.95, "engine: recording the goldens")
+    slots = engine.limits.slots
+    with opened(version_dir, engine, options, slots=min(slots, SLOTS_MAX), context=longest) as backend:
+        _run_rounds(backend, tracks, comparison, _part(progress, 0.6, 0.85))
+        progress(0.85, "engine: recording the goldens")
         plain = [Golden(prompt=track.prompt, output=track.output) for track in tracks]
         goldens, tolerance = record(backend, plain, bound=None if is_quantised else comparison.bound)
+    with opened(
+        version_dir, engine, options, slots=min(slots, FULL_SLOTS_MAX), context=engine.limits.context
+    ) as backend:
+        run_round(backend, [full, *_short(tracks)], FULL, comparison, _part(progress, 0.9, 1.0))
+    return VerifyResult(comparison.agreement(), goldens, tolerance)
+
+
+def comparing(source: Source) -> RuntimeOptions:
+    """How `source` and an engine of its weights are loaded to be compared.
+
+    Kernels of few bits compute otherwise without their packing, and 16 bits would be widened anew in every run.
+    """
+    tensors = (value.const_value for value in source.model.graph.initializers.values())
+    is_large = sum(tensor.nbytes for tensor in tensors if tensor is not None) > PACKED_BYTES_MAX
+    is_plain = arrived(source.model) is None and not narrow_types(source.model)
+    return MAPPED if is_large and is_plain else RuntimeOptions()
+
+
+@contextmanager
+def opened(
+    directory: Path, engine: Engine, options: RuntimeOptions, *, slots: int, context: int
+) -> Iterator[OpenBackend]:
+    """`engine` in `directory` with `slots` slots, whatever it will serve with, of `context` tokens at most."""
+    limits = msgspec.structs.replace(
+        engine.limits,
+        slots=slots,
+        context=min(engine.limits.context, context),
+        step_tokens_max=max(engine.limits.step_tokens_max, slots + 1),
+    )
+    backend = open_engine(directory, msgspec.structs.replace(engine, limits=limits), options)
+    try:
+        yield backend
     finally:
         backend.close()
-    return VerifyResult(comparison.agreement(), goldens, tolerance)
 
 
 class Export:
     """The export under ONNX Runtime, one sequence at a time with its own past."""
 
-    def __init__(self, path: Path, states: tuple[State, ...] = ()) -> None:
+    def __init__(self, path: Path, states: tuple[State, ...] = (), options: RuntimeOptions | None = None) -> None:
         """`states`: what the graph carries on, where the file leaves open what they are."""
         try:
-            self._session = ort.InferenceSession(str(path), session_options(), providers=["CPUExecutionProvider"])
+            options = options or RuntimeOptions()
+            self._session = new_session(path, options, keeps_memory=options.packs)
         except Exception as error:
             raise _cannot_run(error) from error
         ports = ports_of_session(self._session)
@@ -212,7 +254,7 @@ class Comparison:
             raise AccuracyError(
                 f"the engine gives NaN or infinity where its export does not: {where}. {_NOT_PUBLISHED}"
             )
-        difference = float(np.abs(found - expected).max())
+        difference = apart(found, expected)
         if difference > self.bound:
             raise AccuracyError(
                 f"the engine's logits differ from its export's by {difference:.2g}, the bound is {self.bound:.2g}: "
@@ -246,7 +288,7 @@ def _reference(export: Export, source: Source, engine: Engine, progress: Progres
         tracks.append(track)
         export.forget()
         again = export.read(track.fed)[len(prompt) - 1 :]
-        noise = max(noise, float(np.abs(again - track.logits).max()))
+        noise = max(noise, apart(again, track.logits))
     return tracks, noise
 
 
@@ -305,9 +347,14 @@ def _full_track(export: Export, engine: Engine, tracks: Sequence[Track], progres
     return Track("the full context", tuple(prompt), tuple(output), np.stack(logits))
 
 
+def apart(found: Logits, expected: Logits) -> float:
+    """The largest |Δlogit| of tokens that may be drawn; both [..., vocab]."""
+    return float(np.abs(comparable(found) - comparable(expected)).max())
+
+
 def _bound(tracks: Sequence[Track], noise: float, *, is_quantised: bool = False) -> float:
     """The largest |Δlogit| that rounding explains. Raises AccuracyError when the export's own noise is above it."""
-    scale = max(1.0, *(float(np.abs(track.logits).max()) for track in tracks))
+    scale = max(1.0, *(scale_of(track.logits) for track in tracks))
     floor = scale * (QUANTISED_RELATIVE if is_quantised else FLOOR_RELATIVE)
     ceiling = scale * (QUANTISED_RELATIVE if is_quantised else CEILING_RELATIVE)
     if noise > ceiling:
@@ -318,11 +365,12 @@ def _bound(tracks: Sequence[Track], noise: float, *, is_quantised: bool = False)
     return min(max(floor, NOISE_FACTOR * noise), ceiling)
 
 
-def _run_rounds(
-    backend: OpenBackend, tracks: Sequence[Track], full: Track, comparison: Comparison, progress: Progress
-) -> None:
-    short = [track for track in tracks if len(track.fed) <= 2 * OUTPUT_TOKENS]
-    passes = [(plan, list(tracks)) for plan in ROUNDS] + [(TOKEN_BY_TOKEN, short), (FULL, [full, *short])]
+def _short(tracks: Sequence[Track]) -> list[Track]:
+    return [track for track in tracks if len(track.fed) <= 2 * OUTPUT_TOKENS]
+
+
+def _run_rounds(backend: OpenBackend, tracks: Sequence[Track], comparison: Comparison, progress: Progress) -> None:
+    passes = [(plan, list(tracks)) for plan in ROUNDS] + [(TOKEN_BY_TOKEN, _short(tracks))]
     for index, (plan, chosen) in enumerate(passes):
         report = _part(progress, index / len(passes), (index + 1) / len(passes))
         run_round(backend, chosen, plan, comparison, report)

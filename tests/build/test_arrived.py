@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 from lowering import EXPORTS
 
 from residentd_build.arrived import Arrived, arrived
+from residentd_build.compatibility import precision_of
 from residentd_build.validate import validate
 
 MICROSOFT = "com.microsoft"
 
 
-def model(*nodes: ir.Node) -> ir.Model:
-    graph = ir.Graph([], [], nodes=nodes, opset_imports={"": 21, MICROSOFT: 1})
+def model(*nodes: ir.Node, constants: Sequence[ir.TensorProtocol] = ()) -> ir.Model:
+    values = [ir.Value(name=f"c{index}", const_value=tensor) for index, tensor in enumerate(constants)]
+    graph = ir.Graph([], [], nodes=nodes, initializers=values, opset_imports={"": 21, MICROSOFT: 1})
     return ir.Model(graph, ir_version=10)
 
 
@@ -67,3 +70,23 @@ def test_the_format_is_that_of_most_nodes(name: str) -> None:
 def test_a_float_export_has_not_arrived_quantised(name: str) -> None:
     """The fixtures of optimum have no quantised node."""
     assert arrived(validate(EXPORTS / name).model) is None
+
+
+PRECISIONS: dict[str, tuple[list[np.ndarray], str]] = {
+    "no weights": ([], "fp32"),
+    "no fractions": ([np.zeros(9, np.int64)], "fp32"),
+    "fp32": ([np.zeros(9, np.float32)], "fp32"),
+    "fp64": ([np.zeros(9, np.float64)], "fp32"),
+    "fp16": ([np.zeros(9, np.float16)], "fp16"),
+    "fp32 with a constant of bytes": ([np.zeros(9, np.float32), np.zeros(3, np.uint8)], "fp32"),
+    "fp16 with larger tables of whole numbers": ([np.zeros(9, np.float16), np.zeros(900, np.int64)], "fp16"),
+    "more bytes in fp16": ([np.zeros(9, np.float32), np.zeros(19, np.float16)], "fp16"),
+    "more bytes in fp32": ([np.zeros(9, np.float32), np.zeros(17, np.float16)], "fp32"),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_precision_is_that_of_most_fractions(name: str) -> None:
+    """By bytes; whole numbers are no weights, and what no operator reads quantised is not quantised."""
+    arrays, expected = PRECISIONS[name]
+    assert precision_of(model(constants=[ir.tensor(array) for array in arrays])) == expected

@@ -165,6 +165,20 @@ def test_attention_that_is_not_recognised_is_installed_with_the_reason(
     assert manifest.agreement.greedy_equal == manifest.agreement.greedy_total
 
 
+@pytest.mark.parametrize("rotary", ["half", "operator3"])
+def test_com_microsofts_multi_head_attention_is_installed_as_it_is(
+    rotary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mask and cache are not read; the reason names the attention node, also where other operators follow it."""
+    monkeypatch.setattr(tiny_decoder, "KV_HEADS", tiny_decoder.HEADS)
+    style = Style(attention="multi-head", rotary=rotary, layers=2)
+    manifest = built(export_of(style, tmp_path / "export", monkeypatch), tmp_path / "stage")
+    assert manifest.content.engine.mode == "compatibility"
+    assert "the attention of layer 0 is not recognised: no known form" in manifest.content.engine.mode_reason
+    assert "(MultiHeadAttention)" in manifest.content.engine.mode_reason
+    assert manifest.agreement.greedy_equal == manifest.agreement.greedy_total
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -13,8 +13,9 @@ import pytest
 from onnx import numpy_helper
 
 from residentd.backend import onnxruntime as backend_module
-from residentd.backend.onnxruntime import OnnxRuntimeBackend
+from residentd.backend.onnxruntime import OnnxRuntimeBackend, RuntimeOptions
 from residentd.backend.steps import StepArranger, StepArrays, runs_that_fit
+from residentd.engine.probe import probe
 from residentd.errors import AccuracyError, SourceError
 from residentd.models.manifest import Engine
 from residentd.types import RequestId, Row, StepPlan
@@ -103,6 +104,71 @@ def test_a_right_engine_passes(built: Callable[[str], Built], name: str) -> None
     assert len(result.goldens) == 8
     assert all(len(golden.output) == len(golden.statistics) == module.OUTPUT_TOKENS for golden in result.goldens)
     assert result.tolerance.spread < result.tolerance.bound / 10 == agreement.logit_diff_bound / 10
+
+
+def test_large_weights_stay_in_their_files(built: Callable[[str], Built], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past PACKED_BYTES_MAX nothing is packed or folded, neither of the export nor of the engine, and both agree."""
+    made, opened = built("qwen3"), list[RuntimeOptions]()
+    real = backend_module.new_session
+
+    def spying(path: Path, options: RuntimeOptions, **more: bool) -> Any:
+        opened.append(options)
+        return real(path, options, **more)
+
+    for user in (backend_module, module):
+        monkeypatch.setattr(user, "new_session", spying)
+    monkeypatch.setattr(module, "PACKED_BYTES_MAX", 0)
+    agreement = run(made).agreement
+    assert agreement.greedy_equal == agreement.greedy_total == agreement.positions > 400
+    assert agreement.logit_diff_max < agreement.logit_diff_bound / 10
+    assert opened == [module.MAPPED] * 3  # the export, the engine, and the engine with a whole context
+
+
+def test_tokens_that_the_export_rules_out_do_not_widen_the_bound(tmp_path: Path) -> None:
+    """With -1e9 for a padding id, bound and goldens are those of the model without it: noise in the others is seen."""
+    masked = tmp_path / "masked"
+    shutil.copytree(EXPORTS / "llama", masked)
+    model = onnx.load(masked / "model.onnx")
+    (producer,) = (node for node in model.graph.node if "logits" in node.output)
+    producer.output[list(producer.output).index("logits")] = "all_logits"
+    vocab = json.loads((masked / "config.json").read_text())["vocab_size"]
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.where(np.arange(vocab) < vocab - 1, 0, -1e9).astype(np.float32), "rules_out")
+    )
+    model.graph.node.append(onnx.helper.make_node("Add", ["all_logits", "rules_out"], ["logits"], name="rule_out"))
+    onnx.save(model, masked / "model.onnx")
+    bounds = []
+    for directory in (EXPORTS / "llama", masked):
+        stage = tmp_path / f"stage-{directory.name}"
+        stage.mkdir()
+        manifest = build(directory, stage, Options("m", slots=SLOTS), lambda *_: None, lambda _: None)
+        assert manifest.content.tolerance is not None
+        bounds.append((manifest.agreement.logit_diff_bound, manifest.content.tolerance.bound))
+    assert bounds[1] == pytest.approx(bounds[0], rel=0.2)
+    assert probe(_Noisy(OnnxRuntimeBackend(stage, manifest.content.engine)), manifest.content)[0].missed > 0
+
+
+class _Noisy:
+    """A backend whose logits, but for the last token's, are noise."""
+
+    def __init__(self, backend: OnnxRuntimeBackend) -> None:
+        self._backend = backend
+        self.limits = backend.limits
+
+    def step(self, plan: StepPlan) -> np.ndarray:
+        logits = self._backend.step(plan).copy()
+        logits[:, :-1] = np.random.default_rng(1).standard_normal(logits[:, :-1].shape) * 30
+        return logits
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+@pytest.mark.parametrize("name", ["fp16-llama", "bf16-llama", "genai-int4-llama"])
+def test_weights_of_few_bits_are_always_packed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Their kernels compute otherwise without it, or would widen them in every run."""
+    monkeypatch.setattr(module, "PACKED_BYTES_MAX", 0)
+    assert module.comparing(validate(EXPORTS / name)).packs
 
 
 def test_the_result_is_the_same_every_time(built: Callable[[str], Built]) -> None:

@@ -42,10 +42,8 @@ def version(number: int, **fields: object) -> admin_pb2.Version:
             kl_mean=0.0312, kl_p99=0.21, kl_bound=0.05, perplexity=20.13, perplexity_export=19.41, top1=0.901,
             positions=2040,
         ),
-        "cost": admin_pb2.Cost(
-            file_bytes=530_000_000, memory_bytes=1_900_000_000, decode_1_tokens_per_s=41.2, decode_8_tokens_per_s=110.4,
-            prefill_tokens_per_s=309,
-        ),
+        "cost": admin_pb2.Cost(file_bytes=530_000_000, memory_bytes=1_900_000_000),
+        "speeds": admin_pb2.Speeds(decode_one=41.2, decode_many=110.4, rows=8, prefill=309),
     }  # fmt: skip
     return admin_pb2.Version(**{**defaults, **fields})
 

@@ -48,7 +48,7 @@ def test_list_at_160_columns_has_a_line_for_each_version() -> None:
         "MODEL STATE ENGINE CONTEXT SIZE AGREEMENT KL TOP-1 PERPLEXITY TOKENS/S DIGEST AGE"
     )
     assert " ".join(first.split()) == (
-        "toy@1 available fp32 onnxruntime-cpu 2,048 × 8 538 MB 60/60 Δ 7e-05 0.031 90.1 % 20.1 (19.4) 41.2, 110 "  # noqa: RUF001
+        "toy@1 available fp32 onnxruntime-cpu 2,048 × 8 538 MB 60/60 Δ 7e-05 0.031 90.1 % 20.1 (19.4) 41.2 at 1, 110 at 8 "  # noqa: RUF001
         "11111111 13 h"
     )
     assert second.split()[:3] == ["●", "toy@2", "ready"]
@@ -62,7 +62,7 @@ def test_list_fits_its_terminal_and_loses_nothing(columns: int) -> None:
     whole = " ".join(" ".join(lines).split())
     for part in (
         "mistral-7b-instruct-v0.3@3", "failed", "int8 onnxruntime-cpu", "32,768", "256", "14.5 GB", "60/60 Δ 7e-05",
-        "0.031", "90.1 %", "20.1 (19.4)", "41.2", "110", "33333333", "13 h", "failed: the worker died 5 times in 60 s",
+        "0.031", "90.1 %", "20.1 (19.4)", "41.2 at 1", "110 at 8", "33333333", "13 h", "failed: the worker died 5 times in 60 s",
     ):  # fmt: skip
         assert part in whole
 
@@ -72,6 +72,7 @@ def test_list_shows_an_older_build_without_what_was_not_measured() -> None:
     old = version(1)
     old.ClearField("quality")
     old.ClearField("cost")
+    old.ClearField("speeds")
     for columns in (80, 160):
         lines = table(columns, old)
         assert "KL 0" not in "".join(lines)
@@ -108,8 +109,12 @@ def test_list_json_has_every_field_of_the_message(residentctl: Residentctl, runn
     """--json is the contract's own fields, numbers as numbers; before and after the subcommand."""
     (entry,) = residentctl("list", "--json").document["versions"]
     always = {field.name for field in admin_pb2.Version.DESCRIPTOR.fields if not field.has_presence}
-    assert always | {"quality", "cost"} <= set(entry) <= {field.name for field in admin_pb2.Version.DESCRIPTOR.fields}
-    assert (entry["quality"]["kl_mean"], entry["cost"]["decode_8_tokens_per_s"]) == (0.0312, 110.4)
+    assert (
+        always | {"quality", "cost", "speeds"}
+        <= set(entry)
+        <= {field.name for field in admin_pb2.Version.DESCRIPTOR.fields}
+    )
+    assert (entry["quality"]["kl_mean"], entry["speeds"]["decode_many"]) == (0.0312, 110.4)
     assert (entry["bytes"], entry["active"], entry["logit_diff_max"]) == (538_000_000, True, 7.2e-5)
     assert residentctl("--json", "list").document == residentctl("list", "--json").document
 
@@ -157,6 +162,15 @@ def test_status_of_an_idle_engine_shows_no_percentiles() -> None:
     assert next(line for line in lines if "TTFT" in line).split() == ["TTFT", "–", "–", "–", "0"]  # noqa: RUF001
     assert max(len(line) for line in lines) <= 80
     assert "residentctl load NAME" in drawn(status_view(admin_pb2.StatusResponse()), 80)[-1]
+
+
+@pytest.mark.parametrize(("mode", "is_shown"), [("compatibility", True), ("canonical", False), ("", False)])
+def test_status_says_where_an_engine_is_in_compatibility_mode(mode: str, *, is_shown: bool) -> None:
+    """It is slower than the machine could be, and `list` says why; the usual mode is no news."""
+    engine = admin_pb2.EngineStatus(model_version="toy@1", slots=8, state="ready", mode=mode)
+    lines = drawn(status_view(admin_pb2.StatusResponse(engines=[engine])), 80)
+    shown = [" ".join(line.split()) for line in lines if line.split()[:1] == ["mode"]]
+    assert shown == (["mode compatibility; residentctl list has the reason"] if is_shown else [])
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -115,9 +115,10 @@ def test_installed_lines_name_the_agreement() -> None:
         "  beside its export: KL 0.031 (bound 0.05), perplexity 20.1 (19.4), the same first choice at 90.1% of "
         "2,040 positions"
     )
-    assert lines[4] == (
-        "  on this machine: 41.2 tokens/s for one sequence, 110 for eight, 309 of prompt; 1.9 GB of memory"
-    )
+    assert lines[4:] == [
+        "  1.9 GB of memory",
+        "  on this machine: 41.2 tokens/s for one sequence, 110 for 8, 309 of prompt",
+    ]
     auto = installed_lines(
         version(1, precision="int8", weights="row8; head int8", candidates=["fp32: KL 0", "rule: r"])
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from residentd.models.manifest import LogitStatistics
 from residentd.models.statistics import (
+    LIKELY_RANGE,
     SAMPLED_COUNT,
     TOP_COUNT,
     Difference,
@@ -42,6 +43,29 @@ def test_a_row_agrees_with_its_own_statistics(row: np.ndarray, place: int) -> No
     best = min(TOP_COUNT, row.size)
     assert list(recorded.logits[:best]) == sorted(recorded.logits, reverse=True)[:best]
     assert len(set(recorded.ids)) == len(recorded.ids) == len(recorded.logits) <= TOP_COUNT + SAMPLED_COUNT
+
+
+@pytest.mark.parametrize("ruled_out", [-1e9, -65504.0, float(np.finfo(np.float32).min)])
+def test_tokens_that_are_ruled_out_hide_nothing(ruled_out: float) -> None:
+    """An export may set what is never drawn to any depth: differences of the others, and clear choices, are the same."""
+    row = np.linspace(-5, 5, 40, dtype=np.float32)
+    masked = row.copy()
+    masked[[0, 7]] = ruled_out
+    recorded = statistics_of(masked, 0)
+    assert max(abs(logit) for logit in recorded.logits) < LIKELY_RANGE
+    assert worst_difference(masked, recorded).value <= HALF_DIGIT * 200
+    moved = masked.copy()
+    moved[recorded.ids[0]] -= 0.01
+    assert worst_difference(moved, recorded).value == pytest.approx(0.01, rel=1e-2)
+
+
+def test_what_is_ruled_out_only_now_is_seen() -> None:
+    """A token that was likely and is not, or the other way round, is LIKELY_RANGE away at most, and far past any bound."""
+    row = np.linspace(-5, 5, 8, dtype=np.float32)
+    changed = row.copy()
+    changed[-1] = -1e9
+    assert worst_difference(changed, statistics_of(row, 0)).value > 1
+    assert worst_difference(row, statistics_of(changed, 0)).value > 1
 
 
 @given(st.integers(2, 40), st.integers(0, 39), st.floats(0.01, 50))

@@ -78,9 +78,10 @@ class CompatibilityBackend:
     def __init__(self, directory: Path, engine: Engine, *, options: RuntimeOptions | None = None) -> None:
         """Load `engine` from the version's `directory`. Raises MachineError or StoreError before anything is held."""
         limits = engine.limits
-        check_memory(engine, memory_need(directory, engine), memory_available_bytes())
+        options = options or RuntimeOptions()
+        check_memory(engine, memory_need(directory, engine, options), memory_available_bytes())
         self._limits = Limits(limits.slots, limits.context, limits.step_tokens_max, limits.vocab)
-        self._session = open_session(directory / engine.path, options or RuntimeOptions(), keeps_memory=False)
+        self._session = open_session(directory / engine.path, options, keeps_memory=False)
         self._dtypes = _step_inputs(self._session, engine)
         self._states = engine.states
         self._outputs = [state.output for state in engine.states]
@@ -194,14 +195,14 @@ def step_feeds(
     return {name: np.array(feeds[name], dtype) for name, dtype in dtypes.items()}
 
 
-def memory_need(directory: Path, engine: Engine) -> MemoryNeed:
+def memory_need(directory: Path, engine: Engine, options: RuntimeOptions | None = None) -> MemoryNeed:
     """What loading `engine`, and filling every slot, takes, from the sizes of its files and its limits."""
     limits = engine.limits
     slot = sum(_state_bytes(state, limits.context) for state in engine.states)
     heads = max((state.shape[1] for state in engine.states if state.axis == 2), default=1)
     run = min(RUN_TOKENS_MAX, limits.context)
     return MemoryNeed(
-        weights=weights_need(directory, engine),
+        weights=weights_need(directory, engine, options),
         caches=int((limits.slots + 1) * slot * HELD_FACTOR),  # a run writes its states beside those that it read
         logits=(limits.slots + 2 * run) * limits.vocab * 4,
         workspace=WORKSPACE_BYTES + heads * SCORES_FACTOR * run * limits.context * 4,

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
-from resident.v1.admin_pb2 import Cost, InstallProgress, Quality, Version
+from resident.v1.admin_pb2 import InstallProgress, Quality, Speeds, Version
 from residentd.cli import formats
 from residentd.cli.exits import ExitCode, Failure
 from residentd.cli.output import Output, fields_of, printable
@@ -117,7 +117,9 @@ def installed_lines(version: Version) -> list[str]:
     if version.HasField("quality"):
         lines.append(f"  {_quality(version.quality)}")
     if version.HasField("cost"):
-        lines.append(f"  {_cost(version.cost)}")
+        lines.append(f"  {formats.size(version.cost.memory_bytes)} of memory")
+    if version.HasField("speeds"):
+        lines.append(f"  {_speeds(version.speeds)}")
     lines.extend(f"  {line}" for line in version.candidates)
     if version.mode == "compatibility":
         lines.append(f"  in compatibility mode: {version.mode_reason}")
@@ -133,12 +135,8 @@ def _quality(quality: Quality) -> str:
     )
 
 
-def _cost(cost: Cost) -> str:
-    one, eight, prefill = (
-        formats.three_digits(rate)
-        for rate in (cost.decode_1_tokens_per_s, cost.decode_8_tokens_per_s, cost.prefill_tokens_per_s)
+def _speeds(speeds: Speeds) -> str:
+    one, many, prefill = (
+        formats.three_digits(rate) for rate in (speeds.decode_one, speeds.decode_many, speeds.prefill)
     )
-    return (
-        f"on this machine: {one} tokens/s for one sequence, {eight} for eight, {prefill} of prompt; "
-        f"{formats.size(cost.memory_bytes)} of memory"
-    )
+    return f"on this machine: {one} tokens/s for one sequence, {many} for {speeds.rows}, {prefill} of prompt"

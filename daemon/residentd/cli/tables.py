@@ -71,7 +71,6 @@ def _narrow_versions(versions: Iterable[Version], now: datetime) -> Table:
         slots = formats.plural(version.slots, "slot")
         divergence, top1, perplexity = _quality(version)
         measured = version.HasField("quality")
-        one, eight = _speeds(version)
         table.add_row(
             _mark(version),
             _lines(
@@ -91,7 +90,7 @@ def _narrow_versions(versions: Iterable[Version], now: datetime) -> Table:
                 f"KL {divergence}, {top1}" if measured else formats.NONE,
                 f"ppl {perplexity}" if measured else "",
             ),
-            _lines(f"{one} at 1", f"{eight} at 8") if version.HasField("cost") else Text(formats.NONE),
+            _lines(*_speeds(version)),
         )
     return table
 
@@ -99,7 +98,8 @@ def _narrow_versions(versions: Iterable[Version], now: datetime) -> Table:
 def _engine(version: Version) -> str:
     """What it does where it does not generate, and what with."""
     kind = f"{version.kind} " if version.kind not in {"", "generate"} else ""
-    return f"{kind}{version.precision} {version.target}"
+    parts = f" ({version.weights})" if version.precision in {"fp32", "fp16", "bf16"} and version.weights else ""
+    return f"{kind}{version.precision}{parts} {version.target}"
 
 
 def _quality(version: Version) -> tuple[str, str, str]:
@@ -111,12 +111,12 @@ def _quality(version: Version) -> tuple[str, str, str]:
     return formats.divergence(quality.kl_mean), f"{100 * quality.top1:.1f} %", "{} ({})".format(*perplexities)
 
 
-def _speeds(version: Version) -> tuple[str, str]:
-    """Tokens a second of one sequence and of eight together, as measured by the compiler."""
-    if not version.HasField("cost"):
-        return formats.NONE, formats.NONE
-    cost = version.cost
-    return formats.three_digits(cost.decode_1_tokens_per_s), formats.three_digits(cost.decode_8_tokens_per_s)
+def _speeds(version: Version) -> tuple[str, ...]:
+    """Tokens a second of one sequence and of several together, as the first load measured them."""
+    if not version.HasField("speeds"):
+        return (formats.NONE,)
+    one, many = (formats.three_digits(rate) for rate in (version.speeds.decode_one, version.speeds.decode_many))
+    return f"{one} at 1", f"{many} at {version.speeds.rows}"
 
 
 def _table(*headers: str) -> Table:
@@ -237,6 +237,8 @@ def _usage(engine: EngineStatus) -> Table:
             ("rows/s", f"{output}, {engine.waiting} requests waiting"),
             ("runs", f"{engine.steps:,}, at most {formats.plural(engine.batch_rows_max, 'row')} in one"),
         ]
+    if engine.mode not in {"", "canonical"}:
+        rows.append(("mode", f"{printable(engine.mode)}; residentctl list has the reason"))
     rows += [
         ("worker", f"{worker}, {formats.plural(engine.worker_restarts, 'restart')}"),
         ("checked", check_line(engine.check) if engine.HasField("check") else formats.NONE),

@@ -45,10 +45,20 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name}: {self.missed:,} of {self.checked:,} differ{where}"
 
 
+class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens a second of the steps of a loaded engine, without any request's overhead."""
+
+    decode_one: float  # one sequence
+    decode_many: float  # `rows` together
+    rows: int
+    prefill: float
+
+
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """What one check found. `message` is empty when all parts passed; else the numbers and what to do.
 
-    `changes`: the environment against that of the last successful check before; `first`: there was none.
+    `changes`: the environment against that of the last successful check before; `first`: there was none. `speeds` were
+    measured by this check, or by the last one before that did; None: the version was never loaded.
     """
 
     occasion: Occasion
@@ -58,6 +68,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...] = ()
     first: bool = False
     message: str = ""
+    speeds: Speeds | None = None
 
     @property
     def passed(self) -> bool:

@@ -185,16 +185,10 @@ class Quality(_Struct, frozen=True, kw_only=True):
 
 
 class Cost(_Struct, frozen=True, kw_only=True):
-    """What the build takes on the machine that built it.
-
-    Speeds are those of steps, without any request's overhead: the lower quartile of their times.
-    """
+    """What the build takes. How fast it is, the first load measures (checks.Speeds)."""
 
     file_bytes: int  # graph and weights
     memory_bytes: int  # computed, as a load computes it: below this it is refused
-    decode_1_tokens_per_s: float  # one sequence
-    decode_8_tokens_per_s: float  # eight together
-    prefill_tokens_per_s: float
 
 
 class Build(_Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Statistics of one row of logits, and how far two of them are apart.
 
 Every one of them (the logit of a token, the largest logit, logsumexp, mean, standard deviation) moves by no more than
-the largest |Δlogit| when logits move: one bound in logits judges them all.
+the largest |Δlogit| when logits move: one bound in logits judges them all. Logits are compared as `comparable` has
+them, or else an export that rules out tokens by -1e9 would have differences of thousands drown in the scale of that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SAMPLED_COUNT: Final = 4
 """Other tokens of a position: what nobody is likely to choose is compared as well, others at every position."""
 _STRIDE: Final = 2_654_435_761  # Knuth: 2^32 divided by the golden ratio, a prime
 DIGITS: Final = 7  # a float32 has no more
+LIKELY_RANGE: Final = 100.0
+"""Below the largest logit. What is less likely than e^-100 is never drawn, and how much less does not matter."""
 
 Row = npt.NDArray[Any]
 """Logits [vocab] of one position, of any floating type."""
@@ -33,8 +36,21 @@ class Difference:
     value: float
 
 
+def comparable(logits: Row) -> Row:
+    """Logits [..., vocab] with those at least LIKELY_RANGE below their row's largest brought up to that."""
+    clipped: Row = np.maximum(logits, logits.max(axis=-1, keepdims=True) - logits.dtype.type(LIKELY_RANGE))
+    return clipped
+
+
+def scale_of(logits: Row) -> float:
+    """The largest |logit| [..., vocab] of those that `comparable` leaves as they are: what rounding is a share of."""
+    likely = logits > logits.max(axis=-1, keepdims=True) - LIKELY_RANGE
+    return float(np.abs(logits[likely]).max())
+
+
 def statistics_of(row: Row, place: int) -> LogitStatistics:
     """The statistics to record of `row`, which must be finite; `place` counts the positions that are recorded."""
+    row = comparable(row)
     count = min(TOP_COUNT, row.size)
     best = np.argpartition(row, -count)[-count:]
     best = best[np.lexsort((best, -row[best]))]
@@ -54,6 +70,7 @@ def worst_difference(row: Row, recorded: LogitStatistics) -> Difference:
     """The largest difference between `row` and what was recorded of it."""
     if not np.isfinite(row).all():
         return Difference("NaN or infinity", math.inf)
+    row = comparable(row)
     logsumexp, mean, deviation = _moments(row)
     found = {
         "logsumexp": abs(logsumexp - recorded.logsumexp),

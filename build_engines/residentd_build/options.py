@@ -96,16 +96,6 @@ class Weights:
         )
         return (chosen,)
 
-    def refuse_for(self, kind: str) -> None:
-        """Models that do not generate keep their weights as exported. Raises OptionsError where more was asked for."""
-        asked = self.precision not in {None, AUTO, "fp32"}
-        if asked or self.details:
-            option = f"--precision {self.precision}" if asked else self.details[0]
-            raise OptionsError(
-                f"{option} was given for a model to {kind}, whose weights stay as they were exported: only models that "
-                "generate are quantised here. Leave the option out, or install an export that is quantised already"
-            )
-
     def kl_bound(self, precision: Precision) -> float:
         """The mean KL divergence past which a build is not published whose coarsest part is in `precision`."""
         if self.kl_max is not None:

@@ -431,16 +431,6 @@ def test_wrong_weights_are_a_usage_error(name: str) -> None:
         Weights(**values)
 
 
-@pytest.mark.parametrize("weights", [Weights("int8"), Weights(head="fp32")])
-def test_models_that_do_not_generate_are_not_quantised(weights: Weights) -> None:
-    """An option that would have no effect is refused, not passed over; auto and fp32 are what is done anyway."""
-    with pytest.raises(OptionsError, match="for a model to embed, whose weights stay as they were exported"):
-        weights.refuse_for("embed")
-    Weights("auto").refuse_for("embed")
-    Weights("fp32").refuse_for("embed")
-    Weights().refuse_for("embed")
-
-
 @pytest.mark.parametrize("kl_max", [1e-6, 20.0])
 def test_bounds_have_limits(kl_max: float) -> None:
     """At its limits the operator's bound stands for every precision."""

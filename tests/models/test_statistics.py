@@ -47,7 +47,7 @@ def test_a_row_agrees_with_its_own_statistics(row: np.ndarray, place: int) -> No
 
 @pytest.mark.parametrize("ruled_out", [-1e9, -65504.0, float(np.finfo(np.float32).min)])
 def test_tokens_that_are_ruled_out_hide_nothing(ruled_out: float) -> None:
-    """An export may set what is never drawn to any depth: differences of the others, and clear choices, are the same."""
+    """An export may set what is never drawn to any depth: differences of the others are found as ever."""
     row = np.linspace(-5, 5, 40, dtype=np.float32)
     masked = row.copy()
     masked[[0, 7]] = ruled_out
@@ -60,7 +60,7 @@ def test_tokens_that_are_ruled_out_hide_nothing(ruled_out: float) -> None:
 
 
 def test_what_is_ruled_out_only_now_is_seen() -> None:
-    """A token that was likely and is not, or the other way round, is LIKELY_RANGE away at most, and far past any bound."""
+    """A token that was likely and is not, or the other way round, is far past any bound."""
     row = np.linspace(-5, 5, 8, dtype=np.float32)
     changed = row.copy()
     changed[-1] = -1e9

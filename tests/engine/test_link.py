@@ -13,7 +13,9 @@ from residentd.types import Finish, Finished, Limits, Request, RequestId, Sampli
 PARAMS = SamplingParams(tokens_max=7, logit_bias=((3, -1.5),), stop_ids=frozenset({1, 2}), logprobs=2, seed=2**64 - 1)
 REQUEST = Request(RequestId(5), (1, 2, 3), PARAMS, generated=(9,), deadline_ms=12, resumed=1)
 TO_WORKER: list[link.ToWorker] = [
-    link.Start("versions/x", 2, 50, "throughput", 256, 10, 1000, 3),
+    link.Start(
+        "versions/x", 2, 50, "throughput", 256, 10, 1000, 3, measures=True, waiting_bytes_max=1 << 20, purpose="check"
+    ),
     link.Submit(REQUEST),
     link.Cancel(RequestId(5), Finish.SLOW_CONSUMER),
     link.Ping(3),

@@ -136,8 +136,19 @@ def test_checks_are_bounded_and_the_last_good_one_is_kept(
     for _ in range(9):
         registry.record_check(version, "load", [BAD], NEW)
     assert kept() == 5
-    assert registry.last_good_check(version) == good
+    changes = registry.record_check(version, "load", [BAD], OLD | {"numpy": "2.2"}).changes
+    assert [(change.name, change.before) for change in changes] == [("numpy", good.environment["numpy"])]
     assert registry.last_check(other) is not None
+
+
+def test_the_last_check_on_an_occasion_is_found_behind_others(registry: Registry) -> None:
+    """What an installation found says nothing of how a version loads."""
+    version = added(registry)
+    registry.record_check(version, "load", [GOOD], NEW)
+    failed = registry.record_check(version, "verify", [BAD], NEW)
+    registry.record_check(version, "install", [GOOD], NEW)
+    assert registry.last_check_of(version, ("load", "verify")) == failed
+    assert registry.last_check_of(added(registry, "b"), ("load", "verify")) is None
 
 
 def test_a_registry_of_before_checks_is_taken_over(tmp_path: Path, registry: Registry) -> None:

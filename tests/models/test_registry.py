@@ -58,6 +58,43 @@ def test_the_bare_name_means_the_active_version(tmp_path: Path) -> None:
     assert registry.resolve("llama").number == 1
 
 
+def promoted(registry: Registry, name: str = "llama") -> list[int]:
+    return [version.number for version in registry.promoted(name)]
+
+
+def test_what_a_name_meant_is_remembered_without_what_it_was_rolled_back_from(tmp_path: Path) -> None:
+    """The last first; what was only installed is not among them; a rollback takes what came after away."""
+    registry = Registry(tmp_path)
+    for digest, activate in (("a", True), ("b", False), ("c", True), ("d", True)):
+        registry.add_version("llama", digest, activate=activate)
+    assert promoted(registry) == [4, 3, 1]
+    registry.activate("llama", 3)
+    assert promoted(registry) == [3, 1]
+    registry.activate("llama", 3)
+    assert promoted(registry) == [3, 1]
+    registry.activate("llama", 2)
+    assert promoted(Registry(tmp_path)) == [2, 3, 1]
+    assert [version.active for version in registry.promoted("llama")] == [True, False, False]
+    assert promoted(registry, "qwen") == []
+
+
+def test_promotions_that_another_residentd_did_not_record_are_caught_up_with(tmp_path: Path) -> None:
+    """A registry of before, and one that an older residentd wrote since: the version of now is known, and what was."""
+    registry = Registry(tmp_path)
+    for digest in "abc":
+        registry.add_version("llama", digest, activate=True)
+    registry.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("DROP TABLE promotions")
+    assert promoted(Registry(tmp_path)) == [3]
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE active SET number = 2")
+    assert promoted(Registry(tmp_path)) == [2, 3]
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE active SET number = 3")
+    assert promoted(Registry(tmp_path)) == [3]
+
+
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
@@ -241,6 +278,12 @@ class RegistryMachine(RuleBasedStateMachine):
         self.registry = Registry(self.directory)
         self.digests: dict[str, list[str]] = {}
         self.active: dict[str, int] = {}
+        self.line: dict[str, list[int]] = {name: [] for name in NAMES}
+
+    def promote(self, name: str, number: int) -> None:
+        self.active[name] = number
+        line = self.line[name]
+        self.line[name] = [*line[: line.index(number) if number in line else len(line)], number]
 
     @rule(name=st.sampled_from(NAMES), digest=st.sampled_from(DIGESTS), activate=st.booleans())
     def add_version(self, name: str, digest: str, *, activate: bool) -> None:
@@ -250,13 +293,13 @@ class RegistryMachine(RuleBasedStateMachine):
         expected = known.index(digest) + 1
         assert self.registry.add_version(name, digest, activate=activate) == expected
         if activate:
-            self.active[name] = expected
+            self.promote(name, expected)
 
     @rule(name=st.sampled_from(NAMES), number=st.integers(1, 5))
     def activate(self, name: str, number: int) -> None:
         if number <= len(self.digests.get(name, [])):
             self.registry.activate(name, number)
-            self.active[name] = number
+            self.promote(name, number)
         else:
             with pytest.raises(NotFoundError):
                 self.registry.activate(name, number)
@@ -273,6 +316,7 @@ class RegistryMachine(RuleBasedStateMachine):
             (name, index + 1): digest for name, digests in self.digests.items() for index, digest in enumerate(digests)
         }
         for name in NAMES:
+            assert promoted(self.registry, name) == self.line[name][::-1]
             if name in self.active:
                 assert self.registry.resolve(name).number == self.active[name]
             else:

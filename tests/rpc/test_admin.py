@@ -15,6 +15,7 @@ from resident.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
 from residentd.backend.reference import PlannedFault, ReferenceModel
 from support.daemon import Daemon, running, wait_for
 from support.installed import EXPORTS
+from support.proven import prove
 from support.toy_version import make_toy_version
 
 INSTALL_S_MAX = 120
@@ -88,7 +89,21 @@ def test_a_quantised_build_is_installed_served_and_listed(daemon: Daemon) -> Non
     assert 0 < listed.quality.kl_mean < listed.quality.kl_bound == 1.0
     assert 0.5 < listed.quality.top1 < 1
     assert listed.quality.positions == 2040
-    assert min(listed.cost.decode_1_tokens_per_s, listed.cost.decode_8_tokens_per_s, listed.cost.memory_bytes) > 0
+    assert listed.cost.memory_bytes > listed.cost.file_bytes > 0
+    assert min(listed.speeds.decode_one, listed.speeds.decode_many, listed.speeds.prefill) > 0
+    assert 1 <= listed.speeds.rows <= listed.slots
+
+
+def test_speeds_are_measured_once_and_kept(daemon: Daemon) -> None:
+    """The first load measures; a second one, and a check beside it, leave the figures as they are."""
+    install(daemon, EXPORTS / "llama", "tiny")
+    first = versions(daemon)["tiny@1"].speeds
+    assert first.decode_one > 0
+    with daemon.admin() as admin:
+        admin.Unload(admin_pb2.UnloadRequest(model="tiny"))
+        admin.Verify(admin_pb2.VerifyRequest(model="tiny"))
+        admin.Load(admin_pb2.LoadRequest(model="tiny"))
+    assert versions(daemon)["tiny@1"].speeds == first
 
 
 def test_a_build_that_loses_too_much_is_refused(daemon: Daemon) -> None:
@@ -316,8 +331,9 @@ def test_one_flipped_bit_keeps_a_version_from_being_served(daemon: Daemon) -> No
 
 
 def test_a_name_falls_back_to_its_last_good_version(tmp_path: Path) -> None:
-    """At start, a damaged active version is reported as failed and the newest other one answers for the name."""
+    """At start, a damaged active version is reported as failed and the last one that was good answers for the name."""
     make_toy_version(tmp_path, "toy")
+    prove(tmp_path, "toy@1")
     digest = make_toy_version(tmp_path, "toy", vocab=2048)
     flip(tmp_path / "versions" / digest / "tokenizer.json")
     with running(tmp_path) as daemon:

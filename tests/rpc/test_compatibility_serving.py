@@ -73,6 +73,7 @@ def test_the_listing_says_why(daemon: Daemon) -> None:
     assert {version.mode for version in versions.values()} == {"compatibility"}
     assert "attention of layer 0 is not recognised: node /transformer/blocks.0" in versions["mpt"].mode_reason
     assert "--mode compatibility" in versions["llama"].mode_reason
+    assert [engine.mode for engine in daemon.status().engines] == ["compatibility"] * len(MODELS)
 
 
 def test_every_golden_survives_worker_kills(daemon: Daemon) -> None:

@@ -27,7 +27,7 @@ from support.installed import install
 pb = inference_pb2
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "encoders"
 NAMES = ("embed-bert", "embed-roberta", "classify-distilbert", "rerank-bert")
-TENSORS = ("linear", "centred", "counter", "lookup")
+TENSORS = ("linear", "centred", "counter", "lookup", "detections", "largest")
 # transformers on torch and ONNX Runtime add in other orders: 340 roundings of 2^-24 of the largest number, as the build
 # allows, on either side.
 RELATIVE = 4e-5
@@ -190,28 +190,43 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_tensor_calls_share_runs_where_that_was_shown(daemon: Daemon) -> None:
-    """Calls of several rows at once get their own; a model whose rows depend on their company runs alone."""
-    rng = np.random.default_rng(1)
-    calls = [rng.standard_normal((rows, 4)).astype(np.float32) for rows in (1, 2, 1, 3, 1, 1, 2, 1) * 6]
+def answers_at_once(daemon: Daemon, name: str, calls: Sequence[Any]) -> list[Any]:
+    """The first output of each call; all of them wait when the worker takes its next run."""
 
-    async def scenario(name: str) -> list[Any]:
+    async def scenario() -> list[Any]:
         async with grpc.aio.insecure_channel(daemon.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             requests = [pb.InferRequest(model=name, inputs=[tensor("x", call)]) for call in calls]
-            with stopped(daemon.worker_pids()):  # so that all of them wait when it takes the next run
+            with stopped(daemon.worker_pids()):
                 asked = [stub.Infer(request, timeout=60) for request in requests]
                 await stub.ListModels(pb.ListModelsRequest())  # the daemon has taken in what was sent before this
             return [array_of((await reply).outputs[0]) for reply in asked]
 
-    for call, found in zip(calls, asyncio.run(scenario("linear")), strict=True):
+    return asyncio.run(scenario())
+
+
+def test_tensor_calls_share_runs_where_that_was_shown(daemon: Daemon) -> None:
+    """Calls of several rows at once get their own; a model whose rows depend on their company runs alone."""
+    rng = np.random.default_rng(1)
+    calls = [rng.standard_normal((rows, 4)).astype(np.float32) for rows in (1, 2, 1, 3, 1, 1, 2, 1) * 6]
+    for call, found in zip(calls, answers_at_once(daemon, "linear", calls), strict=True):
         # tanh of four products: a few roundings of 2^-24 of numbers up to 8
         assert found == pytest.approx(np.tanh(call @ tensor_graphs.WEIGHTS), abs=4e-6)
-    for call, found in zip(calls, asyncio.run(scenario("centred")), strict=True):
+    for call, found in zip(calls, answers_at_once(daemon, "centred", calls), strict=True):
         assert found == pytest.approx(call - call.mean(axis=0), abs=4e-6)
     rows = {engine.model_version: engine.batch_rows_max for engine in daemon.status().engines}
     assert rows["linear@1"] > 3, "several calls were in one run"
     assert rows["centred@1"] == 1, "one call a run"
+
+
+def test_no_call_gets_what_its_company_decides(daemon: Daemon) -> None:
+    """Detections are the caller's own, and one of a thousand beside it changes no other's scale."""
+    calls = [np.array([[0.6 + place / 100, 0.7, 0, 0], [0] * 4][place % 2 :][:1], np.float32) for place in range(24)]
+    for call, found in zip(calls, answers_at_once(daemon, "detections", calls), strict=True):
+        assert found.tolist() == call[call > 0.5].tolist()
+    calls = [np.array([[1, 2, 3, 4]], np.float32) * (1000 if place % 2 else 0.01) for place in range(24)]
+    for found in answers_at_once(daemon, "largest", calls):
+        assert found[0] == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 def test_a_state_is_the_callers(stub: inference_pb2_grpc.InferenceStub) -> None:
@@ -262,12 +277,31 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
         ("Embed", pb.EmbedRequest(model="embed-bert", texts=TOO_MANY), "texts", "65 texts; 1 to 64"),
         ("Embed", pb.EmbedRequest(model="embed-bert", texts=["ok", LONG]), "texts", "text 1 has 120 tokens"),
         ("Embed", pb.EmbedRequest(model="embed-bert", texts=["x" * 20001]), "texts", "limits.prompt_bytes_max"),
+        ("Embed", pb.EmbedRequest(model="embed-bert", texts=["x" * 1000] * 21), "texts", "the texts have 21,000 bytes"),
         ("Embed", pb.EmbedRequest(model="embed-bert", texts=["a"], prompt_name="passage"), "prompt_name", "document"),
         ("Embed", pb.EmbedRequest(model="embed-bert", texts=["a"], dimensions=33), "dimensions", "gives 32"),
         ("Embed", pb.EmbedRequest(model="rerank-bert", texts=["a"]), "model", "of kind rerank"),
         ("Generate", pb.GenerateRequest(model="embed-bert", prompt="a"), "model", "Use Embed"),
         ("Rerank", pb.RerankRequest(model="classify-distilbert", query="a", documents=["b"]), "model", "Use Classify"),
         ("Rerank", pb.RerankRequest(model="rerank-bert", query="a"), "documents", "0 documents"),
+        (
+            "Rerank",
+            pb.RerankRequest(model="rerank-bert", query="x" * 400, documents=["a"] * 60),
+            "documents",
+            "the documents, each with the query, have 24,060 bytes",
+        ),
+        (
+            "Rerank",
+            pb.RerankRequest(model="rerank-bert", query="a", documents=["b", LONG]),
+            "documents",
+            "document 1 has 121 tokens",
+        ),
+        (
+            "Classify",
+            pb.ClassifyRequest(model="classify-distilbert", items=[pb.ClassifyRequest.Item(text=LONG)]),
+            "items",
+            "item 0 has 120 tokens",
+        ),
         ("Infer", pb.InferRequest(model="embed-bert"), "model", "takes tensors"),
         (
             "Classify",
@@ -288,6 +322,17 @@ def test_text_calls_are_refused_clearly(
     answer = refusal(lambda request: list(method(request)) if call == "Generate" else method(request), message)
     assert (answer[0], answer[2]) == (INVALID, field)
     assert says in answer[1]
+
+
+def test_what_can_be_refused_at_once_is_not_computed(daemon: Daemon, stub: inference_pb2_grpc.InferenceStub) -> None:
+    """A wrong number of dimensions costs no run."""
+
+    def runs() -> int:
+        return next(engine.steps for engine in daemon.status().engines if engine.model_version == "embed-bert@1")
+
+    before = runs()
+    refusal(stub.Embed, pb.EmbedRequest(model="embed-bert", texts=["a"] * 9, dimensions=33))
+    assert runs() == before
 
 
 @pytest.mark.parametrize(

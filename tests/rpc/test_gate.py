@@ -20,6 +20,7 @@ from residentd.models.registry import Registry
 from residentd.models.store import Store
 from support.daemon import Daemon, running, wait_for
 from support.installed import EXPORTS, install
+from support.proven import prove
 from support.resealed import reseal, unchanged, with_toy_statistics
 from support.toy_version import make_toy_version
 
@@ -146,6 +147,7 @@ def test_a_mutant_is_not_loaded_and_changes_nothing(daemon: Daemon) -> None:
 def test_at_start_a_name_falls_back_from_a_mutant(tmp_path: Path) -> None:
     """The active version does not reproduce what was recorded: the one before it answers, and a restart keeps it so."""
     digest = toy(tmp_path)
+    prove(tmp_path, "toy@1")
     reseal(tmp_path, digest, "toy", less_sure, activate=True)
     for _ in range(2):
         with running(tmp_path) as daemon:
@@ -159,6 +161,7 @@ def test_at_start_a_name_falls_back_from_a_mutant(tmp_path: Path) -> None:
 def test_changed_texts_degrade_a_version_too(tmp_path: Path, golden: str) -> None:
     """As if the tokenizer or the template library had changed: refused before an engine is started, and named."""
     digest = toy(tmp_path)
+    prove(tmp_path, "toy@1")
 
     def change(content: object) -> object:
         texts, chats = content.text_goldens, content.chat_goldens
@@ -181,6 +184,7 @@ def test_changed_texts_degrade_a_version_too(tmp_path: Path, golden: str) -> Non
 def test_damage_found_on_demand_moves_the_name_and_repair_clears_it(tmp_path: Path) -> None:
     """The version that serves is found damaged: the one before it takes over; repaired and verified it is good."""
     toy(tmp_path)
+    prove(tmp_path, "toy@1")
     digest = toy(tmp_path, vocab=2048)
     template = tmp_path / "versions" / digest / "chat_template.jinja"
     whole = template.read_bytes()
@@ -198,6 +202,31 @@ def test_damage_found_on_demand_moves_the_name_and_repair_clears_it(tmp_path: Pa
         assert serving(daemon) == "toy@2"
 
 
+def test_a_failure_to_load_does_not_hide_what_a_later_check_found(daemon: Daemon) -> None:
+    """Refused for its numbers, then found damaged: it is DEGRADED all along, with the reason of now."""
+    digest = reseal(daemon.state, listed(daemon)["toy@1"].digest, "toy", less_sure, activate=False)
+    with daemon.admin() as admin, pytest.raises(grpc.RpcError):
+        admin.Load(admin_pb2.LoadRequest(model="toy@2"))
+    template = daemon.state / "versions" / digest / "chat_template.jinja"
+    template.chmod(0o640)
+    template.write_bytes(template.read_bytes().replace(b"assistant", b"assistanT"))
+    version = verify(daemon, "toy@2").version
+    assert (version.state, version.state_reason) == ("degraded", version.check.message)
+    assert "chat_template.jinja is damaged" in version.state_reason
+
+
+def test_a_good_version_that_nobody_promoted_does_not_take_over(daemon: Daemon) -> None:
+    """Installed beside what serves and found good there: what serves is found damaged, and serves on."""
+    toy(daemon.state, vocab=2048, activate=False)
+    assert verify(daemon, "toy@2").version.check.passed
+    template = daemon.state / "versions" / listed(daemon)["toy@1"].digest / "chat_template.jinja"
+    template.chmod(0o640)
+    template.write_bytes(template.read_bytes().replace(b"assistant", b"assistanT"))
+    answer = verify(daemon, "toy")
+    assert (answer.version.state, answer.serving, serving(daemon)) == ("degraded", "toy@1", "toy@1")
+    assert listed(daemon)["toy@2"].state == "available"
+
+
 def test_without_another_good_version_what_serves_goes_on(daemon: Daemon) -> None:
     """Degraded and said so, with a worker that still answers."""
     template = daemon.state / "versions" / listed(daemon)["toy@1"].digest / "chat_template.jinja"
@@ -213,6 +242,7 @@ def test_without_another_good_version_what_serves_goes_on(daemon: Daemon) -> Non
 def test_a_worker_that_starts_again_is_checked_again(tmp_path: Path) -> None:
     """Its engine computes otherwise than the one that was lost: the name falls back, and requests are answered."""
     toy(tmp_path)
+    prove(tmp_path, "toy@1")
     digest = toy(tmp_path, vocab=2048)
     engine = tmp_path / "versions" / digest / "engine.json"
     with running(tmp_path) as daemon:
@@ -279,6 +309,7 @@ def test_an_unknown_model_is_not_found(daemon: Daemon) -> None:
 def test_requests_are_answered_throughout_a_fall_back(tmp_path: Path) -> None:
     """While the name moves from the damaged version to the good one no request fails."""
     toy(tmp_path)
+    prove(tmp_path, "toy@1")
     digest = toy(tmp_path, vocab=2048)
     template = tmp_path / "versions" / digest / "chat_template.jinja"
     over, seen = threading.Event(), []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -16,6 +19,7 @@ from residentd.errors import MachineError
 from residentd.models.checks import TOKENS
 from residentd.models.environment import engine_environment
 from residentd.models.store import Store
+from residentd.supervisor import checker
 from residentd.supervisor.checker import check_in_worker
 from support.toy_version import make_toy_version
 
@@ -53,6 +57,35 @@ def test_a_worker_that_fails_is_the_machines_fault(tmp_path: Path, kind: str, me
     model = ReferenceModel(faults=(PlannedFault(kind=kind, step=2),))  # type: ignore[arg-type]
     with pytest.raises(MachineError, match=f"the check could not be made: {message}"):
         asyncio.run(check_in_worker(version(tmp_path, model), CONFIG))
+
+
+def test_a_worker_that_ends_before_it_reads_is_the_machines_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is left to take the question: as with a worker that ends later, the error says how it ended."""
+
+    async def ended(link: socket.socket) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(checker, "spawn_worker", ended)
+    with pytest.raises(MachineError, match="could not be made: the engine worker exited with status 7"):
+        asyncio.run(check_in_worker(tmp_path, CONFIG))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_a_worker_that_cannot_be_started_is_the_machines_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No process, memory or descriptor left: the error says which."""
+
+    async def refused(link: socket.socket) -> asyncio.subprocess.Process:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checker, "spawn_worker", refused)
+    with pytest.raises(MachineError, match=rf"no engine worker could be started \({os.strerror(number)}\)"):
+        asyncio.run(check_in_worker(tmp_path, CONFIG))
 
 
 def test_a_worker_that_hangs_is_ended_at_the_limit(tmp_path: Path) -> None:

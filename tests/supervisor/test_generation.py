@@ -70,10 +70,10 @@ def test_the_first_end_stands() -> None:
 def test_a_resubmission_carries_what_was_delivered() -> None:
     """The second submission has the delivered tokens as context and says that it is a resumption; the first has not."""
     live = generation()
-    assert live.submission() == REQUEST
+    assert live.submit().request == REQUEST
     live.accept(0, Sampled(8), 1)
     live.lose_worker()
-    resumed = live.submission()
+    resumed = live.submit().request
     assert (resumed.generated, resumed.resumed, live.resumed_count) == ((8,), 1, 1)
 
 
@@ -81,7 +81,7 @@ def test_losses_without_a_token_in_between_are_counted() -> None:
     """barren_losses grows with each loss that saw no token and starts again from 0 after one that did."""
     live, counts = generation(), []
     for token_arrives in (False, False, True, False):
-        live.submission()
+        live.submit()
         if token_arrives:
             live.accept(live.tokens_count, Sampled(1), 1)
         live.lose_worker()
@@ -93,4 +93,4 @@ def test_a_request_that_was_not_submitted_suffers_no_loss() -> None:
     """A worker that dies while a request still waits in the daemon says nothing about that request."""
     live = generation()
     live.lose_worker()
-    assert (live.barren_losses, live.submission()) == (0, REQUEST)
+    assert (live.barren_losses, live.submit().request) == (0, REQUEST)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 
 from residentd.errors import OperatorError
 from residentd.text.growth import DEPTH_MAX, GROWTH_MAX, growth
@@ -48,12 +49,23 @@ def test_growth(part: Any, expected: int) -> None:
     assert growth(part) == expected
 
 
-def test_a_description_that_nests_is_not_followed_for_ever() -> None:
-    """The library refuses such a file itself."""
+def nested(depth: int) -> dict[str, Any]:
     part: dict[str, Any] = ONE_TO_TEN
-    for _ in range(DEPTH_MAX + 2):
+    for _ in range(depth):
         part = sequence(part)
-    assert growth(part) == 1
+    return part
+
+
+def test_a_description_that_nests_too_deep_is_refused() -> None:
+    """At the limit it is followed; one deeper it counts as growing past any limit, though the library would take it."""
+    assert growth(nested(DEPTH_MAX)) == 10
+    assert growth(nested(DEPTH_MAX + 1)) == GROWTH_MAX + 1
+    description = json.loads((EXPORTS / "smollm2" / "tokenizer.json").read_text())
+    description["normalizer"] = nested(DEPTH_MAX + 1)
+    library = tokenizers.Tokenizer.from_str(json.dumps(description))
+    assert library.normalizer.normalize_str("a") == "b" * 10
+    with pytest.raises(OperatorError, match="the tokenizer's normalizer may make more than 256 characters of one"):
+        Tokenizer(json.dumps(description).encode())
 
 
 @pytest.mark.parametrize("name", ["normalizer", "decoder"])

@@ -165,6 +165,7 @@ class Version(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    SPEEDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     number: _builtins.int
     digest: _builtins.str
@@ -204,6 +205,10 @@ class Version(_message.Message):
     def check(self) -> Global___Check:
         """The last one that is recorded. Unset: none."""
 
+    @_builtins.property
+    def speeds(self) -> Global___Speeds:
+        """Measured by a load on this machine, again when a library or the processor changed. Unset: never loaded."""
+
     def __init__(
         self,
         *,
@@ -232,10 +237,11 @@ class Version(_message.Message):
         candidates: _abc.Iterable[_builtins.str] | None = ...,
         check: Global___Check | None = ...,
         kind: _builtins.str = ...,
+        speeds: Global___Speeds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "cost", b"cost", "quality", b"quality"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "cost", b"cost", "quality", b"quality", "speeds", b"speeds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "architecture", b"architecture", "bytes", b"bytes", "candidates", b"candidates", "check", b"check", "context", b"context", "cost", b"cost", "created", b"created", "digest", b"digest", "greedy_equal", b"greedy_equal", "greedy_total", b"greedy_total", "kind", b"kind", "logit_diff_bound", b"logit_diff_bound", "logit_diff_max", b"logit_diff_max", "mode", b"mode", "mode_reason", b"mode_reason", "name", b"name", "number", b"number", "precision", b"precision", "quality", b"quality", "slots", b"slots", "state", b"state", "state_reason", b"state_reason", "target", b"target", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "architecture", b"architecture", "bytes", b"bytes", "candidates", b"candidates", "check", b"check", "context", b"context", "cost", b"cost", "created", b"created", "digest", b"digest", "greedy_equal", b"greedy_equal", "greedy_total", b"greedy_total", "kind", b"kind", "logit_diff_bound", b"logit_diff_bound", "logit_diff_max", b"logit_diff_max", "mode", b"mode", "mode_reason", b"mode_reason", "name", b"name", "number", b"number", "precision", b"precision", "quality", b"quality", "slots", b"slots", "speeds", b"speeds", "state", b"state", "state_reason", b"state_reason", "target", b"target", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,37 +439,61 @@ Global___Quality: _TypeAlias = Quality  # noqa: Y015
 
 @_typing.final
 class Cost(_message.Message):
-    """What the build takes on the machine that built it; tokens a second are those of steps: the lower quartile of times."""
+    """What the build takes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FILE_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
-    DECODE_1_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    DECODE_8_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     file_bytes: _builtins.int
     memory_bytes: _builtins.int
     """What a load needs at its peak, computed; below it a load is refused."""
-    decode_1_tokens_per_s: _builtins.float
-    decode_8_tokens_per_s: _builtins.float
-    prefill_tokens_per_s: _builtins.float
     def __init__(
         self,
         *,
         file_bytes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
-        decode_1_tokens_per_s: _builtins.float = ...,
-        decode_8_tokens_per_s: _builtins.float = ...,
-        prefill_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_1_tokens_per_s", b"decode_1_tokens_per_s", "decode_8_tokens_per_s", b"decode_8_tokens_per_s", "file_bytes", b"file_bytes", "memory_bytes", b"memory_bytes", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_bytes", b"file_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cost: _TypeAlias = Cost  # noqa: Y015
+
+@_typing.final
+class Speeds(_message.Message):
+    """Tokens a second of steps, without any request's overhead: the lower quartile of their times."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_ONE_FIELD_NUMBER: _builtins.int
+    DECODE_MANY_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    decode_one: _builtins.float
+    """Of one sequence."""
+    decode_many: _builtins.float
+    """Of `rows` sequences together."""
+    rows: _builtins.int
+    prefill: _builtins.float
+    """Of a prompt."""
+    def __init__(
+        self,
+        *,
+        decode_one: _builtins.float = ...,
+        decode_many: _builtins.float = ...,
+        rows: _builtins.int = ...,
+        prefill: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_many", b"decode_many", "decode_one", b"decode_one", "prefill", b"prefill", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speeds: _TypeAlias = Speeds  # noqa: Y015
 
 @_typing.final
 class ListVersionsRequest(_message.Message):
@@ -595,6 +625,7 @@ class EngineStatus(_message.Message):
     BATCH_ROWS_MAX_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     model_version: _builtins.str
     digest: _builtins.str
     state: _builtins.str
@@ -617,6 +648,8 @@ class EngineStatus(_message.Message):
     """generate, embed, classify, rerank or tensor. In the last four a step is a run: prompt_tokens_per_s counts tokens
     (bytes of tensors) with padding, output_tokens_per_s texts (rows), ttft_ms whole requests.
     """
+    mode: _builtins.str
+    """canonical, or compatibility, for which the list of versions has the reason."""
     @_builtins.property
     def ttft_ms(self) -> Global___Percentiles: ...
     @_builtins.property
@@ -652,10 +685,11 @@ class EngineStatus(_message.Message):
         batch_rows_max: _builtins.int = ...,
         check: Global___Check | None = ...,
         kind: _builtins.str = ...,
+        mode: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows_max", b"batch_rows_max", "check", b"check", "digest", b"digest", "finished", b"finished", "itl_ms", b"itl_ms", "kind", b"kind", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "model_version", b"model_version", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "scheduling", b"scheduling", "slots", b"slots", "slots_used", b"slots_used", "state", b"state", "state_reason", b"state_reason", "steps", b"steps", "ttft_ms", b"ttft_ms", "waiting", b"waiting", "worker_memory_bytes", b"worker_memory_bytes", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows_max", b"batch_rows_max", "check", b"check", "digest", b"digest", "finished", b"finished", "itl_ms", b"itl_ms", "kind", b"kind", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "mode", b"mode", "model_version", b"model_version", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "scheduling", b"scheduling", "slots", b"slots", "slots_used", b"slots_used", "state", b"state", "state_reason", b"state_reason", "steps", b"steps", "ttft_ms", b"ttft_ms", "waiting", b"waiting", "worker_memory_bytes", b"worker_memory_bytes", "worker_pid", b"worker_pid", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -819,6 +819,7 @@ class RerankRequest(_message.Message):
     model: _builtins.str
     """As in GenerateRequest; empty where exactly one model ranks."""
     query: _builtins.str
+    """It is read with every document, so it counts once for each towards limits.prompt_bytes_max."""
     top_n: _builtins.int
     """Only the best N. 0: all."""
     truncate: _builtins.bool

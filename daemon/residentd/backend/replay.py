@@ -34,7 +34,7 @@ class Answer:
 
 
 def replay(backend: Backend, goldens: Sequence[Golden], cut: Cut = AT_ONCE) -> Iterator[Answer]:
-    """Every golden that fits a slot, in batches of as many as there are slots. The prompt counts as read before it."""
+    """Every golden, in batches of as many as there are slots; each must fit one."""
     rows = min(backend.limits.slots, backend.limits.step_tokens_max, cut.rows_max)
     for first in range(0, len(goldens), rows):
         yield from _batch(backend, goldens[first : first + rows], first, cut)

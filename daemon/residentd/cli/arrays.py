@@ -19,6 +19,7 @@ NPY_MAGIC: Final = b"\x93NUMPY"
 NPY_BYTES_MAX: Final = 1 << 30
 HEADER_BYTES_MAX: Final = 1 << 16
 ALIGNMENT: Final = 64
+AXIS_MAX: Final = 1 << 63  # int64, as the message carries it
 DESCRIPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "bool": "|b1",
@@ -81,7 +82,15 @@ def tensor_from_npy(name: str, data: bytes, where: str) -> Tensor:
             f"{where} holds {header.get('descr', 'no array')!r}; little-endian numbers in C order are needed. Save "
             "numpy.ascontiguousarray(array)"
         )
-    return Tensor(name=name, dtype=dtype, shape=shape, data=data[start + size :])
+    if not all(type(axis) is int and 0 <= axis < AXIS_MAX for axis in shape):
+        raise usage(f"{where} says that its shape is {str(shape)[:60]}. Write it with numpy.save")
+    numbers, needed = data[start + size :], math.prod(shape) * struct.calcsize(CODES[dtype])
+    if len(numbers) != needed:
+        raise usage(
+            f"{where} has {len(numbers):,} bytes of numbers; its shape {shape} of {dtype} needs {needed:,}. Write it "
+            "with numpy.save"
+        )
+    return Tensor(name=name, dtype=dtype, shape=shape, data=numbers)
 
 
 def npy_of(tensor: Tensor) -> bytes:
@@ -116,15 +125,18 @@ def file_name(tensor: Tensor) -> str:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(NPY_BYTES_MAX)
+            data = file.read(NPY_BYTES_MAX + 1)
     except OSError as error:
         raise usage(f"{path} cannot be read: {error.strerror}. Name another file") from error
+    if len(data) > NPY_BYTES_MAX:
+        raise usage(f"{path} has more than {NPY_BYTES_MAX:,} bytes, the most that are read. Send fewer rows at once")
+    return data
 
 
 def _header(data: bytes, where: str) -> dict[str, Any]:
     try:
         header = ast.literal_eval(data.decode("latin-1").strip())
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise usage(f"{where} is not a whole .npy file. Write it with numpy.save") from error
     return header if isinstance(header, dict) else {}
 
@@ -133,13 +145,10 @@ def _tensor_from_json(name: str, text: str, dtype: str) -> Tensor:
     try:
         value = json.loads(text)
         shape = tuple(_shape(value))
-        numbers = list(_flat(value))
-        whole = not dtype.startswith("float")
-        data = struct.pack(f"<{len(numbers)}{CODES[dtype]}", *(int(n) if whole else float(n) for n in numbers))
-    except (ValueError, TypeError, struct.error, RecursionError, KeyError) as error:
+        numbers = [_number(entry, dtype) for entry in _flat(value, shape)]
+        data = struct.pack(f"<{len(numbers)}{CODES[dtype]}", *numbers)
+    except (ValueError, TypeError, OverflowError, struct.error, RecursionError, KeyError) as error:
         raise usage(f"--input {name}: {text[:60]!r} is no array of {dtype} ({error}). Write it as JSON") from error
-    if len(numbers) != math.prod(shape):
-        raise usage(f"--input {name}: its rows are of different lengths. Write every row as long as the first")
     return Tensor(name=name, dtype=dtype, shape=shape, data=data)
 
 
@@ -149,9 +158,25 @@ def _shape(value: Any) -> Iterator[int]:
         value = value[0] if value else 0
 
 
-def _flat(value: Any) -> Iterator[float]:
-    if isinstance(value, list):
-        for entry in value:
-            yield from _flat(entry)
-    else:
+def _flat(value: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+    """The entries row by row. Raises ValueError where a row is not as long as the first."""
+    if not shape:
         yield value
+        return
+    if not isinstance(value, list) or len(value) != shape[0]:
+        raise ValueError("its rows are of different lengths")
+    for entry in value:
+        yield from _flat(entry, shape[1:])
+
+
+def _number(value: Any, dtype: str) -> float:
+    """`value` as `dtype` takes it. Raises ValueError for what that would change."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"{str(value)[:20]!r} is no number")  # noqa: TRY004 - what the text says, not a bug of ours
+    if dtype.startswith("float"):
+        return float(value)
+    if value != int(value):
+        raise ValueError(f"{value} is not whole")
+    if dtype == "bool" and value not in {0, 1}:
+        raise ValueError(f"{value} is neither true nor false")
+    return int(value)

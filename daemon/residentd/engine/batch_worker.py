@@ -14,6 +14,7 @@ from residentd.engine.batch_backend import EncoderBackend, TensorBackend
 from residentd.engine.batch_loop import BatchLoop
 from residentd.engine.batch_probe import probe_rows, probe_tensors
 from residentd.engine.link import Checked, FromWorker, Loading, Ready, Start
+from residentd.engine.queue_limit import queue_limit
 from residentd.errors import AccuracyError, StoreError
 from residentd.models.checks import failure_message
 from residentd.models.environment import engine_environment
@@ -29,12 +30,15 @@ def load_batches(start: Start, manifest: Manifest, emit: Emit) -> tuple[BatchLoo
     started_ns = time.monotonic_ns()
     backend = check_batches(start, manifest, emit)
     limits = manifest.content.engine.limits
+    queue = queue_limit(
+        manifest.content.kind, limits, tokens_max=start.waiting_tokens_max, bytes_max=start.waiting_bytes_max
+    )
     batcher = Batcher(
         Policy(
             run_rows_max=backend.limits.rows_max,
             run_weight_max=backend.limits.weight_max,
             waiting_max=start.waiting_max + limits.slots,
-            waiting_weight_max=waiting_weight_max(manifest.content, start.waiting_tokens_max, start.waiting_bytes_max),
+            waiting_weight_max=queue.most,
             retries_max=start.retries_max,
         )
     )
@@ -59,11 +63,6 @@ def check_batches(start: Start, manifest: Manifest, emit: Emit) -> AnyBackend:
     if failure and start.purpose == "serve":
         raise AccuracyError(failure)
     return backend
-
-
-def waiting_weight_max(content: Content, tokens_max: int, bytes_max: int) -> int:
-    """What may wait in one model's queue: bytes of tensors, or tokens of texts and at least one run of them."""
-    return bytes_max if content.kind == "tensor" else max(tokens_max, content.engine.limits.step_tokens_max)
 
 
 def open_batch_backend(content: Content, directory: Path, *, threads: int, spin_us: int) -> AnyBackend:

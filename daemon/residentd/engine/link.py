@@ -14,7 +14,7 @@ import msgspec
 
 from residentd.calls import Call, RunRecord, Value
 from residentd.errors import LinkError
-from residentd.models.checks import Part
+from residentd.models.checks import Part, Speeds
 from residentd.types import Finish, Finished, Limits, Request, RequestId, StepRecord, TokenLogprobs
 
 FRAME_BYTES_MAX: Final = 64 << 20
@@ -34,8 +34,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     waiting_max: int
     waiting_tokens_max: int
     retries_max: int
-    waiting_bytes_max: int = 256 << 20
-    purpose: Literal["serve", "check"] = "serve"  # check: load with little memory, report Checked, and leave
+    measures: bool  # its own speed, once it has reproduced its goldens
+    waiting_bytes_max: int
+    purpose: Literal["serve", "check"]  # check: load with little memory, report Checked, and leave
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +69,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
 
     parts: tuple[Part, ...]
     environment: dict[str, str]
+    speeds: Speeds | None = None  # None: nobody asked, or a part failed
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from residentd.backend.base import Backend
+from residentd.backend.speed import measure_speeds
 from residentd.core.pacing import Pacer, Profile
 from residentd.core.scheduler import Policy, Scheduler
 from residentd.engine.batch_backend import BatchBackend
@@ -47,8 +48,9 @@ from residentd.engine.link import (
 )
 from residentd.engine.loop import Loop
 from residentd.engine.probe import longest_golden, probe
-from residentd.errors import AccuracyError, BackendLostError, LinkError, ResidentError
-from residentd.models.checks import Part, failure_message
+from residentd.engine.queue_limit import queue_limit
+from residentd.errors import AccuracyError, BackendLostError, LinkError, ResidentError, StepRetryableError
+from residentd.models.checks import Part, Speeds, failure_message
 from residentd.models.environment import engine_environment
 from residentd.models.manifest import Content, Manifest, decode
 from residentd.sampling import Sampler
@@ -124,14 +126,19 @@ def _load(
         return load_batches(start, manifest, emit)
     started_ns = time.monotonic_ns()
     backend, content = _open(start, manifest, emit)
-    failure = failure_message(_replay(backend, content, emit), ())
+    failure = failure_message(_replay(backend, content, emit, measures=start.measures), ())
     if failure:
         raise AccuracyError(failure)
     pacer = Pacer(profile=Profile(start.scheduling), prefill_tokens_max=start.prefill_tokens_max)
+    limit = queue_limit(
+        "generate",
+        content.engine.limits,
+        tokens_max=start.waiting_tokens_max,
+        bytes_max=start.waiting_bytes_max,
+    )
     policy = Policy(
         waiting_max=start.waiting_max,
-        # One request that fills the context must be admissible, whatever the model's context is.
-        waiting_tokens_max=max(start.waiting_tokens_max, backend.limits.capacity),
+        waiting_tokens_max=limit.most,
         retries_max=start.retries_max,
     )
     loop = Loop(
@@ -156,7 +163,7 @@ def _check(start: Start, manifest: Manifest, emit: Callable[[FromWorker], None])
         check_batches(start, manifest, emit).close()
         return
     backend, content = _open(start, manifest, emit)
-    _replay(backend, content, emit)
+    _replay(backend, content, emit, measures=False)
     backend.close()
 
 
@@ -168,11 +175,26 @@ def _open(start: Start, manifest: Manifest, emit: Callable[[FromWorker], None]) 
     return open_backend(manifest, directory, threads=start.threads, spin_us=start.spin_us), manifest.content
 
 
-def _replay(backend: Backend, content: Content, emit: Callable[[FromWorker], None]) -> tuple[Part, ...]:
+def _replay(
+    backend: Backend, content: Content, emit: Callable[[FromWorker], None], *, measures: bool
+) -> tuple[Part, ...]:
     emit(Loading(stage="replaying the goldens"))
     parts = probe(backend, content)
-    emit(Checked(parts=parts, environment=engine_environment()))
+    speeds = None
+    if measures and not failure_message(parts, ()):
+        emit(Loading(stage="measuring its speed"))
+        speeds = _measured(backend, content)
+    emit(Checked(parts=parts, environment=engine_environment(), speeds=speeds))
     return parts
+
+
+def _measured(backend: Backend, content: Content) -> Speeds | None:
+    """None where a step failed as steps may: that is no reason not to serve, and the next load measures again."""
+    longest = max((golden.prompt for golden in content.goldens), key=len, default=())
+    try:
+        return measure_speeds(backend, longest)
+    except StepRetryableError:
+        return None
 
 
 def _small(manifest: Manifest) -> Manifest:

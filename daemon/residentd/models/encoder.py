@@ -29,7 +29,7 @@ class EncodedGolden(_Struct, frozen=True, kw_only=True):
 
 
 class RowGolden(_Struct, frozen=True, kw_only=True):
-    """Token ids of one text and what the export itself gave for it alone, after pooling and activation."""
+    """Token ids of one text and what the export itself gave for it alone, pooled and normalised: scores as logits."""
 
     ids: tuple[int, ...]
     types: tuple[int, ...] = ()

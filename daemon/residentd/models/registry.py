@@ -11,22 +11,25 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from residentd.errors import NotFoundError, StoreError
-from residentd.models.checks import Check, Occasion, Part, judge
-from residentd.models.environment import Environment
+from residentd.models.checks import Check, Occasion, Part, Speeds, judge
+from residentd.models.environment import Environment, changes_between
 from residentd.models.manifest import check_name
 
 SCHEMA = 1
 FILE_NAME = "registry.sqlite3"
 FILE_MODE = 0o640
 BUSY_MS_MAX = 10_000
+BUSY_POLL_S = 0.01
 MODELS_MAX = 1024
 VERSIONS_PER_MODEL_MAX = 10_000
 NAMES_SHOWN_MAX = 8
@@ -42,14 +45,18 @@ CREATE TABLE active (
     name TEXT PRIMARY KEY, number INTEGER NOT NULL, FOREIGN KEY (name, number) REFERENCES versions (name, number)
 );
 """
-_CHECKS_TABLE = """
+_LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS checks (
     number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, digest TEXT NOT NULL, passed INTEGER NOT NULL,
     found TEXT NOT NULL, FOREIGN KEY (name, digest) REFERENCES versions (name, digest)
 );
-CREATE INDEX IF NOT EXISTS checks_of_version ON checks (name, digest, number)
+CREATE INDEX IF NOT EXISTS checks_of_version ON checks (name, digest, number);
+CREATE TABLE IF NOT EXISTS promotions (
+    turn INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, number INTEGER NOT NULL,
+    UNIQUE (name, number), FOREIGN KEY (name, number) REFERENCES versions (name, number)
+)
 """
-"""Added to registries of before it: whoever does not know it serves as it always did, so the schema stays 1."""
+"""Added to registries of before them: whoever does not know them serves as it always did, so the schema stays 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,22 @@ DELETE FROM checks WHERE name = :name AND digest = :digest AND number NOT IN (
     UNION SELECT coalesce(max(number), 0) FROM checks WHERE name = :name AND digest = :digest AND passed
 )
 """
+
+
+_VERSIONS = (
+    "SELECT v.name, v.number, v.digest, v.created, a.number IS NOT NULL FROM versions v "
+    "LEFT JOIN active a ON a.name = v.name AND a.number = v.number"
+)
+_UNRECORDED_PROMOTIONS = """
+SELECT name, number FROM active WHERE number IS NOT
+    (SELECT number FROM promotions WHERE name = active.name ORDER BY turn DESC LIMIT 1)
+"""
+"""By a residentd that does not know `promotions`: of what it promoted only the last is known."""
+_ROLL_BACK = """
+DELETE FROM promotions WHERE name = :name AND turn >
+    (SELECT turn FROM promotions WHERE name = :name AND number = :number)
+"""
+"""Nothing is greater than what a version that was not promoted before gives here: NULL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +202,35 @@ class Registry:
             raise NotFoundError(_unknown_name(name, sorted(models)), field="model")
         return models[name]
 
+    def promoted(self, name: str) -> tuple[Version, ...]:
+        """What `name` means and meant before, the last first, without versions that it was rolled back from."""
+        with self._mutex, _explained():
+            rows = self._connection.execute(
+                f"{_VERSIONS} JOIN promotions p ON p.name = v.name AND p.number = v.number "
+                "WHERE v.name = ? ORDER BY p.turn DESC",
+                (name,),
+            )
+            return tuple(_version(row) for row in rows)
+
     def resolve(self, reference: str) -> Version:
         """The version that "name" (the active one) or "name@N" means. Raises NotFoundError."""
         name, number = parse_reference(reference)
         return find(self.state(), name, number)
 
     def record_check(
-        self, version: Version, occasion: Occasion, parts: Sequence[Part], environment: Environment
+        self,
+        version: Version,
+        occasion: Occasion,
+        parts: Sequence[Part],
+        environment: Environment,
+        speeds: Speeds | None = None,
     ) -> Check:
         """Judge what a check of `version` found against its last good one, and keep it as its last."""
         with self._writing():
             checked = self._now().astimezone(UTC).isoformat(timespec="seconds")
             last_good = self._check(version, "AND passed")
             check = judge(occasion, parts, environment, checked=checked, last_good=last_good)
+            check = msgspec.structs.replace(check, speeds=speeds or _still_true(self._check(version, ""), environment))
             # json, not msgspec: an engine of NaN differs by infinity
             row = (version.name, version.digest, check.passed, json.dumps(msgspec.to_builtins(check)))
             self._connection.execute("INSERT INTO checks (name, digest, passed, found) VALUES (?, ?, ?, ?)", row)
@@ -205,9 +244,15 @@ class Registry:
         with self._mutex, _explained():
             return self._check(version, "")
 
-    def last_good_check(self, version: Version) -> Check | None:
+    def last_check_of(self, version: Version, occasions: Collection[Occasion]) -> Check | None:
+        """The last check of `version` on one of `occasions`."""
         with self._mutex, _explained():
-            return self._check(version, "AND passed")
+            found = self._connection.execute(
+                "SELECT found FROM checks WHERE name = ? AND digest = ? ORDER BY number DESC",
+                (version.name, version.digest),
+            )
+            checks = (_decoded(text) for (text,) in found)
+            return next((check for check in checks if check is not None and check.occasion in occasions), None)
 
     def state(self) -> RegistryState:
         with self._mutex, _explained():
@@ -220,16 +265,14 @@ class Registry:
     def _write_active(self, state: RegistryState, name: str, number: int) -> None:
         activate(state, name, number)
         self._connection.execute("INSERT OR REPLACE INTO active VALUES (?, ?)", (name, number))
+        _promote(self._connection, name, number)
 
     def _check(self, version: Version, condition: str) -> Check | None:
         found = self._connection.execute(
             f"SELECT found FROM checks WHERE name = ? AND digest = ? {condition} ORDER BY number DESC LIMIT 1",  # noqa: S608 - ours
             (version.name, version.digest),
         ).fetchone()
-        try:
-            return None if found is None else msgspec.convert(json.loads(found[0]), Check)
-        except ValueError:  # in a form that another residentd wrote: the version is simply checked again
-            return None
+        return None if found is None else _decoded(found[0])
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[RegistryState]:
@@ -245,10 +288,24 @@ def _connect(path: Path) -> sqlite3.Connection:
     finally:
         os.close(fd)
     connection = sqlite3.connect(path, timeout=BUSY_MS_MAX / 1000, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
+    _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Wait for another that opens the same new file: for this SQLite itself waits at no timeout."""
+    give_up = time.monotonic() + BUSY_MS_MAX / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+            time.sleep(BUSY_POLL_S)
+        else:
+            return
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
@@ -260,8 +317,10 @@ def _prepare(connection: sqlite3.Connection) -> None:
             connection.execute("INSERT INTO schema VALUES (1, ?)", (SCHEMA,))
         found = connection.execute("SELECT version FROM schema").fetchone()[0]
         if found == SCHEMA:
-            for statement in _CHECKS_TABLE.split(";"):
+            for statement in _LATER_TABLES.split(";"):
                 connection.execute(statement)
+            for name, number in connection.execute(_UNRECORDED_PROMOTIONS).fetchall():
+                _promote(connection, name, number)
     if found > SCHEMA:
         raise StoreError(
             f"the registry has schema {found}; this residentd reads up to {SCHEMA}. Upgrade residentd, or restore the "
@@ -269,16 +328,31 @@ def _prepare(connection: sqlite3.Connection) -> None:
         )
 
 
+def _promote(connection: sqlite3.Connection, name: str, number: int) -> None:
+    """Note that `name` means `number` from now on. What was promoted after it is what it is rolled back from."""
+    connection.execute(_ROLL_BACK, {"name": name, "number": number})
+    connection.execute("INSERT OR IGNORE INTO promotions (name, number) VALUES (?, ?)", (name, number))
+
+
+def _decoded(text: str) -> Check | None:
+    """None for a form that another residentd wrote: the version is simply checked again."""
+    try:
+        return msgspec.convert(json.loads(text), Check)
+    except ValueError:
+        return None
+
+
 def _read(connection: sqlite3.Connection) -> RegistryState:
-    rows = connection.execute(
-        "SELECT v.name, v.number, v.digest, v.created, a.number IS NOT NULL FROM versions v "
-        "LEFT JOIN active a ON a.name = v.name AND a.number = v.number ORDER BY v.name, v.number"
-    )
     models: dict[str, list[Version]] = {}
-    for name, number, digest, created, active in rows:
-        version = Version(name=name, number=number, digest=digest, created=created, active=bool(active))
-        models.setdefault(name, []).append(version)
+    for row in connection.execute(f"{_VERSIONS} ORDER BY v.name, v.number"):
+        version = _version(row)
+        models.setdefault(version.name, []).append(version)
     return RegistryState({name: tuple(versions) for name, versions in models.items()})
+
+
+def _version(row: Sequence[Any]) -> Version:
+    name, number, digest, created, active = row
+    return Version(name=name, number=number, digest=digest, created=created, active=bool(active))
 
 
 @contextlib.contextmanager
@@ -321,3 +395,8 @@ def _unknown_name(name: str, known: list[str]) -> str:
 def _shown(text: str) -> str:
     """A caller's string inside a message: quoted, and cut where it could flood a log."""
     return repr(text if len(text) <= 80 else text[:77] + "…")
+
+
+def _still_true(last: Check | None, environment: Environment) -> Speeds | None:
+    """What was measured before, unless other libraries or another processor compute now."""
+    return None if last is None or changes_between(last.environment, environment) else last.speeds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import psutil
 
 from resident.v1 import admin_pb2, admin_pb2_grpc
 from residentd.config import Config
-from residentd.errors import ConflictError, OperatorError, StoreError
+from residentd.errors import ConflictError, NotFoundError, OperatorError, ResidentError, StoreError
+from residentd.models.checks import Check
 from residentd.models.manifest import Manifest, check_name
 from residentd.models.registry import Version
 from residentd.rpc import convert
@@ -58,17 +59,15 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                     )
                     await self._engines.activate(reference)
                     await self._feed.refresh()
-                version = self._engines.registry.resolve(reference)
-                yield admin_pb2.InstallProgress(
-                    stage="done", fraction=1.0, message=reference, installed=self._version_message(version)
-                )
+                message = await self._version_message(self._engines.registry.resolve(reference))
+                yield admin_pb2.InstallProgress(stage="done", fraction=1.0, message=reference, installed=message)
 
     async def ListVersions(
         self, request: admin_pb2.ListVersionsRequest, context: convert.Context
     ) -> admin_pb2.ListVersionsResponse:
         async with convert.reporting(context):
-            messages = await asyncio.to_thread(self._version_messages, request.name)
-            return admin_pb2.ListVersionsResponse(versions=messages)
+            versions = await asyncio.to_thread(self._engines.registry.versions, request.name or None)
+            return admin_pb2.ListVersionsResponse(versions=await self._version_messages(versions))
         raise AssertionError("reporting() does not swallow")
 
     async def Status(self, _request: admin_pb2.StatusRequest, context: convert.Context) -> admin_pb2.StatusResponse:
@@ -85,7 +84,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with convert.reporting(context):
             loaded = await self._engines.load(request.model)
             await self._feed.refresh()
-            return admin_pb2.LoadResponse(version=self._version_message(loaded.version))
+            return admin_pb2.LoadResponse(version=await self._version_message(loaded.version))
         raise AssertionError("reporting() does not swallow")
 
     async def Unload(self, request: admin_pb2.UnloadRequest, context: convert.Context) -> admin_pb2.UnloadResponse:
@@ -105,14 +104,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 await self._feed.refresh()
             serving = self._engines.active.get(version.name)
             return admin_pb2.VerifyResponse(
-                version=await asyncio.to_thread(self._version_message, version),
+                version=await self._version_message(version),
                 serving="" if serving is None else serving.version.reference,
                 seconds=time.monotonic() - started,
             )
         raise AssertionError("reporting() does not swallow")
-
-    def _version_messages(self, name: str) -> list[admin_pb2.Version]:
-        return [self._version_message(version) for version in self._engines.registry.versions(name or None)]
 
     def _engine_status(self, entry: Loaded) -> admin_pb2.EngineStatus:
         message = _engine_status(entry, self._config)
@@ -121,27 +117,49 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             message.check.CopyFrom(convert.check_message(check))
         return message
 
-    def _version_message(self, version: Version) -> admin_pb2.Version:
-        state, reason = self._engines.state_of(version)
-        message = admin_pb2.Version(
-            name=version.name,
-            number=version.number,
-            digest=version.digest,
-            created=version.created,
-            active=version.active,
-            state=state,
-            state_reason=reason,
-        )
+    async def _version_message(self, version: Version) -> admin_pb2.Version:
+        (message,) = await self._version_messages((version,))
+        return message
+
+    async def _version_messages(self, versions: Sequence[Version]) -> list[admin_pb2.Version]:
+        """What is on disk is read in a thread; what the engines do is known on their event loop only."""
+        found = await asyncio.to_thread(lambda: [self._recorded(version) for version in versions])
+        return [
+            _version_message(version, self._engines.state_of(version, check), check, manifest)
+            for version, (check, manifest) in zip(versions, found, strict=True)
+        ]
+
+    def _recorded(self, version: Version) -> tuple[Check | None, Manifest | ResidentError]:
+        """Its last check and its manifest, or why that cannot be had."""
         check = self._engines.gate.last(version)
-        if check is not None:
-            message.check.CopyFrom(convert.check_message(check))
         try:
             manifest, _ = self._engines.store.load(version.digest)
-        except StoreError as error:
-            message.state, message.state_reason = "failed", str(error)
-            return message
+        except (StoreError, NotFoundError) as error:
+            return check, error
+        return check, manifest
+
+
+def _version_message(
+    version: Version, state: tuple[str, str], check: Check | None, manifest: Manifest | ResidentError
+) -> admin_pb2.Version:
+    message = admin_pb2.Version(
+        name=version.name,
+        number=version.number,
+        digest=version.digest,
+        created=version.created,
+        active=version.active,
+        state=state[0],
+        state_reason=state[1],
+    )
+    if check is not None:
+        message.check.CopyFrom(convert.check_message(check))
+        if check.speeds is not None:
+            message.speeds.CopyFrom(admin_pb2.Speeds(**msgspec.structs.asdict(check.speeds)))
+    if isinstance(manifest, ResidentError):
+        message.state, message.state_reason = "failed", str(manifest)
+    else:
         _describe(message, manifest)
-        return message
+    return message
 
 
 def _describe(message: admin_pb2.Version, manifest: Manifest) -> None:
@@ -183,6 +201,7 @@ def _engine_status(loaded: Loaded, config: Config) -> admin_pb2.EngineStatus:
         kv_tokens_used=host.kv_tokens_used,
         kv_tokens_total=limits.slots * limits.context if loaded.kind == "generate" else 0,
         kind=loaded.kind,
+        mode=loaded.manifest.content.engine.mode,
         steps=stats.steps,
         prompt_tokens_per_s=stats.prompt_tokens.rate_per_s(now_ns, stats.started_ns),
         output_tokens_per_s=stats.output_tokens.rate_per_s(now_ns, stats.started_ns),

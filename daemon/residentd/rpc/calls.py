@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from resident.v1 import inference_pb2
 from residentd.calls import Call, TextRow, Value
 from residentd.config import Config, Limits
+from residentd.engine.link import FRAME_BYTES_MAX
 from residentd.errors import (
     CallerError,
     DeadlineError,
@@ -34,13 +34,17 @@ from residentd.types import Finish, Finished, Refusal, RequestId
 T = TypeVar("T")
 
 FAR_S: Final = 86_400 * 365  # grpc gives a huge number of seconds for a call without a deadline
-INLINE_CHARS_MAX: Final = 8192
-"""Texts up to this length together are tokenized on the event loop, in a few milliseconds; a hop costs 0.1."""
+INLINE_BYTES_MAX: Final = 8192
+"""Texts up to this size together are tokenized on the event loop, in a few milliseconds; a hop costs 0.1."""
+CALL_TOKENS_MAX: Final = FRAME_BYTES_MAX // 8
+"""Of one request, which travels to the worker in one frame: at most five bytes an id and one a type."""
+CALL_BYTES_MAX: Final = FRAME_BYTES_MAX * 3 // 4
+"""Of the tensors of one request, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What a text call asks for. `field` is the request's, for what is wrong with it."""
+    """What a text call asks for. `field` is the request's, a plural, for what is wrong with it."""
 
     texts: Sequence[str]
     pairs: Sequence[str] | None
@@ -92,6 +96,7 @@ class Calls:
 
     async def embed(self, request: inference_pb2.EmbedRequest, context: convert.Context) -> inference_pb2.EmbedResponse:
         loaded = self._resolve(request.model, ("embed",), "embeds text")
+        _check_dimensions(request.dimensions, loaded.encoder.encoder.width)
         texts = Texts(request.texts, None, request.prompt_name, request.truncate, "texts")
         answer = await self._texts(loaded, request, texts, context)
         rows = _shortened(answer, request.dimensions)
@@ -159,7 +164,8 @@ class Calls:
                 deadline_ms=_deadline_ms(context.time_remaining()),
             )
         weight = sum(len(tensor.data) for tensor in given)
-        answer = await self._ask(loaded, Asked(call, weight=weight, now_ns=arrived_ns), ())
+        check_travels(weight, CALL_BYTES_MAX, "bytes", "inputs")
+        answer = await self._ask(loaded, Asked(call, weight=weight, now_ns=arrived_ns), (), "inputs")
         outputs = answer.values[0]
         assert isinstance(outputs, tuple)
         return inference_pb2.InferResponse(answered=answer.message(), outputs=map(tensors.message_of, outputs))
@@ -179,18 +185,19 @@ class Calls:
         parameters.check_sizes(message, context.invocation_metadata() or (), limits)
         size = _check_texts(texts, limits)
         with self._place():
-            encoded = await _maybe_in_thread(size > INLINE_CHARS_MAX, lambda: _encoded(loaded, texts))
+            encoded = await _maybe_in_thread(size > INLINE_BYTES_MAX, lambda: _encoded(loaded, texts))
         rows: tuple[TextRow, ...] = tuple(entry.row for entry in encoded)
+        weight = sum(len(row.ids) for row in rows)
+        check_travels(weight, CALL_TOKENS_MAX, "tokens", texts.field)
         call = Call(
             id=RequestId(next(self._ids)),
             places=tuple(range(len(rows))),
             rows=rows,
             deadline_ms=_deadline_ms(context.time_remaining()),
         )
-        weight = sum(len(row.ids) for row in rows)
-        return await self._ask(loaded, Asked(call, weight=weight, now_ns=arrived_ns), encoded)
+        return await self._ask(loaded, Asked(call, weight=weight, now_ns=arrived_ns), encoded, texts.field)
 
-    async def _ask(self, loaded: Loaded, asked: Asked, encoded: Sequence[Encoded]) -> Answer:
+    async def _ask(self, loaded: Loaded, asked: Asked, encoded: Sequence[Encoded], field: str) -> Answer:
         loaded.host.submit(asked)
         try:
             values = await asked.whole()
@@ -199,7 +206,7 @@ class Calls:
             loaded.host.cancel(asked, Finish.CANCELLED)
         assert asked.finished is not None, "whole() waits for the end"
         if asked.finished.reason is not Finish.STOP:
-            raise error_of(asked.finished, loaded)
+            raise error_of(asked.finished, loaded, field)
         return Answer(loaded, asked, encoded, values)
 
 
@@ -218,13 +225,13 @@ def activated(logits: np.ndarray[Any, np.dtype[np.float32]], activation: Activat
     return shares
 
 
-def error_of(finished: Finished, loaded: Loaded) -> ResidentError:
-    """The error that a bad end is to its caller."""
+def error_of(finished: Finished, loaded: Loaded, field: str) -> ResidentError:
+    """The error that a bad end is to its caller, who is at fault with `field` if at all."""
     match finished.reason:
         case Finish.REJECTED if finished.refusal is Refusal.INVALID:
-            return CallerError(finished.detail, field="inputs" if loaded.kind == "tensor" else "texts")
+            return CallerError(finished.detail, field=field)
         case Finish.REJECTED:
-            return OverloadedError(f"{finished.detail} (limits.waiting_max, limits.waiting_tokens_max)")
+            return OverloadedError(f"{finished.detail} (limits.waiting_max, {loaded.host.queue_limit.key})")
         case Finish.DEADLINE:
             return DeadlineError("the deadline passed before the answer was there. Allow more time, or send less")
         case Finish.CANCELLED:
@@ -242,40 +249,54 @@ def _items(request: inference_pb2.ClassifyRequest) -> Texts:
 
 
 def _check_texts(texts: Texts, limits: Limits) -> int:
-    """How many characters there are. Raises CallerError naming the limit that the texts are over."""
+    """How many bytes there are. Raises CallerError naming the limit that the texts are over."""
     count = len(texts.texts)
     if not 1 <= count <= limits.texts_max:
         raise CallerError(
             f"the request has {count:,} {texts.field}; 1 to {limits.texts_max:,} are accepted (limits.texts_max)",
             field=texts.field,
         )
-    # A query that every document is paired with is sent once, and counted once.
-    written = itertools.chain(dict.fromkeys(texts.texts), texts.pairs or ())
-    size = sum(len(text.encode()) for text in written)
+    # Each counts as often as the model reads it: a query that was sent once, with every document.
+    written = (*texts.texts, *(texts.pairs or ()))
+    sizes = {text: len(text.encode()) for text in set(written)}
+    size = sum(sizes[text] for text in written)
     if size > limits.prompt_bytes_max:
+        query = ", each with the query," if texts.field == "documents" else ""
         raise CallerError(
-            f"the {texts.field} have {size:,} bytes of text; at most {limits.prompt_bytes_max:,} are accepted "
+            f"the {texts.field}{query} have {size:,} bytes of text; at most {limits.prompt_bytes_max:,} are accepted "
             "(limits.prompt_bytes_max). Send fewer at once",
             field=texts.field,
         )
-    return sum(map(len, texts.texts)) + sum(map(len, texts.pairs or ()))
+    return size
+
+
+def check_travels(weight: int, most: int, unit: str, field: str) -> None:
+    """Raises CallerError for a request that no frame to the worker could hold."""
+    if weight > most:
+        raise CallerError(
+            f"the {field} have {weight:,} {unit}; at most {most:,} travel in one request. Send fewer at once",
+            field=field,
+        )
 
 
 def _encoded(loaded: Loaded, texts: Texts) -> list[Encoded]:
     text = loaded.encoder
     prompt = text.prompt(texts.prompt_name) if loaded.kind == "embed" else ""
-    return text.encode(texts.texts, texts.pairs, prompt=prompt, truncate=texts.truncate)
+    return text.encode(texts.texts, texts.pairs, prompt=prompt, truncate=texts.truncate, field=texts.field)
+
+
+def _check_dimensions(dimensions: int, width: int) -> None:
+    if dimensions > width:
+        raise CallerError(
+            f"dimensions is {dimensions:,}; the model gives {width:,}. Ask for at most so many, or 0 for all",
+            field="dimensions",
+        )
 
 
 def _shortened(answer: Answer, dimensions: int) -> np.ndarray[Any, Any]:
     encoder = answer.loaded.encoder.encoder
     if not dimensions or dimensions == encoder.width:
         return answer.rows
-    if dimensions > encoder.width:
-        raise CallerError(
-            f"dimensions is {dimensions:,}; the model gives {encoder.width:,}. Ask for at most so many, or 0 for all",
-            field="dimensions",
-        )
     rows: np.ndarray[Any, Any] = answer.rows[:, :dimensions].astype(np.float64)
     norms = np.sqrt(np.square(rows).sum(axis=1, keepdims=True))
     return rows / np.maximum(norms, 1e-12) if encoder.normalise else rows

@@ -24,9 +24,9 @@ class Asked(Work):
         self.times.last_token_ns = now_ns
         self._progress()
 
-    def frame(self) -> Ask:
+    def submit(self) -> Ask:
         """What has arrived is not asked for again."""
-        self._submit()
+        self._count_submission()
         if not self._values:
             return Ask(dataclasses.replace(self.call, resumed=self.resumed_count))
         left = [index for index, place in enumerate(self.call.places) if place not in self._values]

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from residentd.config import Config
+from residentd.engine.link import Checked
 from residentd.errors import (
     AccuracyError,
     CallerError,
@@ -22,7 +23,7 @@ from residentd.errors import (
     StoreError,
     UnavailableError,
 )
-from residentd.models.checks import FILES, Part
+from residentd.models.checks import FILES, Check, Part
 from residentd.models.encoder import Kind
 from residentd.models.manifest import Manifest
 from residentd.models.registry import Registry, Version
@@ -103,7 +104,7 @@ class Engines:
         self._config = config
         self._loaded: dict[str, Loaded] = {}  # by reference; has been READY
         self._loading: dict[str, Loaded] = {}  # by reference; on the way there
-        self._failures: dict[str, str] = {}  # by reference: why the last load failed
+        self._failures: dict[str, Exception] = {}  # by reference: why the last load failed
         self._active: dict[str, str] = {}  # name -> reference of what the bare name means now
         self._changing: dict[str, asyncio.Lock] = {}  # by name
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -125,16 +126,19 @@ class Engines:
     def live_count(self) -> int:
         return sum(entry.host.live_count for entry in self._loaded.values())
 
-    def state_of(self, version: Version) -> tuple[str, str]:
-        """State and reason of an installed version: available, loading, ready, draining, failed or degraded."""
+    def state_of(self, version: Version, check: Check | None) -> tuple[str, str]:
+        """State and reason of an installed version, whose last check is `check`.
+
+        One of: available, loading, ready, draining, failed, degraded.
+        """
         reference = version.reference
         if reference in self._loading:
             host = self._loading[reference].host
             return str(host.state), host.state_reason
-        entry, degraded = self._loaded.get(reference), self.gate.degraded(version)
-        failure = self._failures.get(reference, "") if entry is None else ""
-        if failure and not (degraded and degraded in failure):
-            return str(State.FAILED), failure
+        entry, degraded = self._loaded.get(reference), "" if check is None else check.message
+        failure = self._failures.get(reference) if entry is None else None
+        if failure is not None and not (degraded and isinstance(failure, AccuracyError)):
+            return str(State.FAILED), str(failure)
         if degraded:
             serves = entry is not None and entry.host.state is State.READY
             return DEGRADED, degraded + (". It still serves" if serves else "")
@@ -188,15 +192,15 @@ class Engines:
         return await self._change(version.name, self._activate(version))
 
     async def load_last_good(self, name: str) -> Loaded:
-        """Load what `name` means, or where that does not come up the newest version that does. Raises LoadError."""
-        versions = sorted(self.registry.versions(name), key=lambda version: (version.active, version.number))
-        return await self._change(name, self._load_first(tuple(reversed(versions))))
+        """Load what `name` means, or where that does not come up its last good version. Raises LoadError."""
+        version = self.registry.active(name)
+        return await self._change(name, self._load_first((version, *self._last_good(version))))
 
     async def verify(self, reference: str) -> Version:
         """Check a version, loaded or not, in a worker of its own; the requests of a loaded one go on.
 
-        Past a bound it is DEGRADED from then on, and its name falls back to the newest version that is good, if there
-        is one; a check that passes ends that. Raises NotFoundError, or MachineError when it could not be checked.
+        Past a bound it is DEGRADED from then on, and its name falls back to the last good version, if there is one; a
+        check that passes ends that. Raises NotFoundError, or MachineError when it could not be checked.
         """
         version = self.registry.resolve(reference)
         parts, environment = await self._check(version)
@@ -251,19 +255,24 @@ class Engines:
         return (files, *texts, *checked.parts), checked.environment
 
     async def _fall_back(self, version: Version) -> None:
-        """Let the name of a DEGRADED version mean its newest one that is good. Without one nothing changes."""
-        others = [other for other in self.registry.versions(version.name) if other.number != version.number]
-        for other in reversed(others):
+        """Let the name of a DEGRADED version mean its last good one. Without one nothing changes."""
+        for other in self._last_good(version):
             if self._active.get(version.name) != version.reference:
                 return
-            if self.gate.degraded(other):
-                continue
             try:
                 await self._change(version.name, self._relieve(version, other))
             except LoadError as error:
                 log.warning("trying_last_good", failed=other.reference, reason=str(error))
         if self._active.get(version.name) == version.reference:
             log.error("no_good_version", model=version.reference)
+
+    def _last_good(self, version: Version) -> list[Version]:
+        """What else the operator let the name of `version` mean, the last first, as far as a worker here found it good.
+
+        Not what was only installed, nor what the name was rolled back from: nobody asked for that to serve.
+        """
+        others = (other for other in self.registry.promoted(version.name) if other.number != version.number)
+        return [other for other in others if self.gate.proven(other)]
 
     async def _relieve(self, version: Version, other: Version) -> None:
         if self._active.get(version.name) == version.reference:
@@ -311,11 +320,11 @@ class Engines:
             finally:
                 del self._loading[version.reference]
             if state is not State.READY:
-                reason = entry.host.state_reason
+                reason, refused = entry.host.state_reason, bool(entry.host.refusal)
                 await entry.host.stop()
-                raise LoadError(reason)
+                raise AccuracyError(reason) if refused else LoadError(reason)
         except (ResidentError, OSError, ValueError) as error:
-            self._failures[version.reference] = str(error)
+            self._failures[version.reference] = error.with_traceback(None)  # which would keep all that was loaded
             raise LoadError(f"model {version.reference} could not be loaded: {error}") from error
         self._failures.pop(version.reference, None)
         self._loaded[version.reference] = entry
@@ -335,13 +344,15 @@ class Engines:
             directory=directory,
             manifest=manifest,
             config=self._config,
-            on_checked=lambda checked: self._judge(version, (files, *texts, *checked.parts), checked.environment),
+            on_checked=lambda checked: self._judge(version, (files, *texts), checked),
+            measures=self.gate.lacks_speeds(version),
         )
         return Loaded(version=version, manifest=manifest, host=host, texts=text)
 
-    def _judge(self, version: Version, parts: tuple[Part, ...], environment: dict[str, str]) -> str:
-        """Why a worker that has just started may not serve; empty when it may."""
-        check = self.gate.record(version, "load", parts, environment)
+    def _judge(self, version: Version, before: tuple[Part, ...], checked: Checked) -> str:
+        """Why a worker that has just started may not serve; empty when it may. `before`: checked without it."""
+        parts = (*before, *checked.parts)
+        check = self.gate.record(version, "load", parts, checked.environment, checked.speeds)
         if not check.passed and version.reference in self._loaded:  # one that was good took over from a lost one
             self._keep(asyncio.create_task(self._fall_back(version)))
         return check.message

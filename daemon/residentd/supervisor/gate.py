@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import structlog
 
 from residentd.errors import OperatorError, StoreError
-from residentd.models.checks import FILES, TOKENIZER, Check, Occasion, Part, judge
-from residentd.models.environment import TEXT_LIBRARIES, engine_environment, library_versions
+from residentd.models.checks import FILES, TOKENIZER, Check, Occasion, Part, Speeds, judge
+from residentd.models.environment import TEXT_LIBRARIES, changes_between, engine_environment, library_versions
 from residentd.models.manifest import Manifest
 from residentd.models.registry import Registry, Version
 from residentd.models.store import Store
@@ -19,6 +20,8 @@ from residentd.text.goldens import check_texts
 from residentd.text.model import TextModel
 
 log = structlog.get_logger("residentd.gate")
+
+ASKED_A_WORKER: Final[tuple[Occasion, ...]] = ("load", "verify")
 
 
 class Gate:
@@ -32,10 +35,10 @@ class Gate:
     def last(self, version: Version) -> Check | None:
         return self._registry.last_check(version)
 
-    def degraded(self, version: Version) -> str:
-        """Why `version` may not take its name by itself; empty when its last check passed, or there was none."""
-        check = self.last(version)
-        return "" if check is None else check.message
+    def proven(self, version: Version) -> bool:
+        """Whether `version` reproduced what was recorded when a worker here was last asked."""
+        check = self._registry.last_check_of(version, ASKED_A_WORKER)
+        return check is not None and check.passed
 
     def check_files(self, version: Version) -> tuple[Manifest, Path, Part]:
         """Every file hashed. Raises StoreError naming the first that is damaged."""
@@ -60,19 +63,34 @@ class Gate:
             return None, (Part(name=TOKENIZER, checked=goldens, missed=max(goldens, 1), detail=str(error)),)
         return model, check_texts(model, manifest.content)
 
+    def lacks_speeds(self, version: Version) -> bool:
+        """Whether nobody has measured `version` with the libraries and the processor of now."""
+        check = self.last(version)
+        if check is None or check.speeds is None:
+            return True
+        return bool(changes_between(check.environment, self._environment()))
+
     def record(
-        self, version: Version, occasion: Occasion, parts: Sequence[Part], engine: Mapping[str, str] | None = None
+        self,
+        version: Version,
+        occasion: Occasion,
+        parts: Sequence[Part],
+        engine: Mapping[str, str] | None = None,
+        speeds: Speeds | None = None,
     ) -> Check:
         """Judge and keep. `engine`: what the worker computed with, else what a new one would."""
-        environment = {**(engine_environment() if engine is None else engine), **self._text_libraries}
+        environment = self._environment(engine)
         try:
-            check = self._registry.record_check(version, occasion, parts, environment)
+            check = self._registry.record_check(version, occasion, parts, environment, speeds)
         except StoreError as error:  # a full disk must not take a model away
             log.warning("check_not_recorded", model=version.reference, reason=str(error))
             now = datetime.now(UTC).isoformat(timespec="seconds")
             check = judge(occasion, parts, environment, checked=now, last_good=None)
         _log(version, check)
         return check
+
+    def _environment(self, engine: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {**(engine_environment() if engine is None else engine), **self._text_libraries}
 
 
 def _log(version: Version, check: Check) -> None:

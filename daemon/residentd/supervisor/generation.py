@@ -33,16 +33,13 @@ class Generation(Work):
         self._progress()
         return len(self._tokens) - self._read <= self._unread_max
 
-    def frame(self) -> Submit:
-        return Submit(self.submission())
-
-    def submission(self) -> Request:
-        """The request for a worker: everything delivered so far is context there."""
-        self._submit()
+    def submit(self) -> Submit:
+        """Everything delivered so far is context for the worker."""
+        self._count_submission()
         if not self.resumed_count:
-            return self.request
+            return Submit(self.request)
         generated = tuple(sampled.token for sampled in self._tokens)
-        return dataclasses.replace(self.request, generated=generated, resumed=self.resumed_count)
+        return Submit(dataclasses.replace(self.request, generated=generated, resumed=self.resumed_count))
 
     async def batches(self) -> AsyncIterator[list[Sampled]]:
         """Whatever has arrived since the last batch, until the end. Coalescing is what happens to a late reader."""

@@ -42,6 +42,7 @@ from residentd.engine.link import (
     decode_from_worker,
     encode,
 )
+from residentd.engine.queue_limit import QueueLimit, queue_limit
 from residentd.errors import LinkError, OverloadedError, UnavailableError
 from residentd.models.manifest import Manifest
 from residentd.supervisor.asked import Asked
@@ -84,17 +85,19 @@ class EngineHost:
         manifest: Manifest,
         config: Config,
         on_checked: Callable[[Checked], str] = lambda _checked: "",
+        measures: bool = False,
     ) -> None:
         self.label = label  # NAME@N, for people
         self.directory = directory
         self.manifest = manifest
         self.state = State.STOPPED
         self.state_reason = ""
+        self.refusal = ""  # by on_checked, of the last worker
         self.restarts = 0
         self.stats = EngineStats(started_ns=time.monotonic_ns())
         self._config = config
         self._on_checked = on_checked
-        self._refusal = ""  # by on_checked, of the worker of now
+        self._measures = measures
         self._live: dict[RequestId, Work] = {}
         self._suspects: deque[Work] = deque()  # lost a worker without a token: submitted one at a time
         self._trial: Work | None = None
@@ -130,7 +133,7 @@ class EngineHost:
             self._progress_at = time.monotonic()  # an engine that was idle until now has not stalled
         self._live[work.id] = work
         if self.state is State.READY:
-            self._send(work.frame())
+            self._send(work.submit())
 
     def _check_room(self, weight: int) -> None:
         """The scheduler's own rule, applied before the caller is told that the request is accepted."""
@@ -144,20 +147,12 @@ class EngineHost:
         if self.manifest.content.kind == "generate" and queued < 0:
             return
         waiting = sum(other.weight for other in self._live.values() if not other.times.scheduled_ns)
-        unit, key, most = self._queue_limit()
-        if waiting and waiting + weight > most:
+        limit = self.queue_limit
+        if waiting and waiting + weight > limit.most:
             raise OverloadedError(
-                f"the queue of model {self.label} holds {waiting:,} {unit} and this request has {weight:,}; "
-                f"at most {most:,} may wait ({key}). Retry later"
+                f"the queue of model {self.label} holds {waiting:,} {limit.unit} and this request has {weight:,}; "
+                f"at most {limit.most:,} may wait ({limit.key}). Retry later"
             )
-
-    def _queue_limit(self) -> tuple[str, str, int]:
-        """What may wait: its unit, the key that says so, and how much."""
-        limits, engine = self._config.limits, self.manifest.content.engine.limits
-        if self.manifest.content.kind == "tensor":
-            return "bytes", "limits.waiting_bytes_max", limits.waiting_bytes_max
-        most = max(limits.waiting_tokens_max, engine.context, engine.step_tokens_max)
-        return "tokens", "limits.waiting_tokens_max", most
 
     def cancel(self, work: Work, reason: Finish) -> None:
         """End a request now. Idempotent; the worker frees its slot within one step."""
@@ -196,6 +191,16 @@ class EngineHost:
             await self._task
         self._kill()
         self._fail_all("the model was unloaded")
+
+    @property
+    def queue_limit(self) -> QueueLimit:
+        limits, content = self._config.limits, self.manifest.content
+        return queue_limit(
+            content.kind,
+            content.engine.limits,
+            tokens_max=limits.waiting_tokens_max,
+            bytes_max=limits.waiting_bytes_max,
+        )
 
     @property
     def pid(self) -> int:
@@ -252,7 +257,7 @@ class EngineHost:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._started_at = time.monotonic()
-        self._refusal = ""
+        self.refusal = ""
         try:
             self._process = await spawn_worker(theirs)
         except BaseException:
@@ -262,7 +267,7 @@ class EngineHost:
             theirs.close()
         stream, self._writer = await asyncio.open_connection(sock=ours, limit=RECEIVE_BYTES)
         self._progress_at = time.monotonic()
-        self._send(start_frame(self.directory, self._config))
+        self._send(start_frame(self.directory, self._config, measures=self._measures and not self.restarts))
         watch = asyncio.create_task(self._watch())
         try:
             failed = await self._receive(stream)
@@ -274,8 +279,8 @@ class EngineHost:
             self._writer = None
             self._kill()
             status = await self._process.wait()
-        if self._refusal:
-            return self._refusal, True
+        if self.refusal:
+            return self.refusal, True
         return (failed.message, failed.permanent) if failed else (describe_exit(status), False)
 
     async def _receive(self, stream: asyncio.StreamReader) -> Failed | None:
@@ -297,7 +302,7 @@ class EngineHost:
             case Results():
                 self._deliver(frame)
             case Checked():
-                self._refusal = self._on_checked(frame)
+                self.refusal = self._on_checked(frame)
             case Ready():
                 self._on_ready(frame)
             case Loading(stage):
@@ -313,7 +318,7 @@ class EngineHost:
         by_losses = sorted(self._live.values(), key=lambda generation: generation.barren_losses)
         for generation in by_losses:
             if generation.barren_losses == 0:
-                self._send(generation.frame())
+                self._send(generation.submit())
         self._suspects = deque(generation for generation in by_losses if generation.barren_losses)
         self._try_next_suspect()
 
@@ -330,7 +335,7 @@ class EngineHost:
                 self._end(generation, Finish.ENGINE_FAILED, "the engine was lost again and again under this request")
                 continue
             self._trial = generation
-            self._send(generation.frame())
+            self._send(generation.submit())
 
     def _dispatch(self, frame: Events) -> None:
         now_ns = time.monotonic_ns()
@@ -458,7 +463,9 @@ async def spawn_worker(link: socket.socket) -> asyncio.subprocess.Process:
     )
 
 
-def start_frame(directory: Path, config: Config, purpose: Literal["serve", "check"] = "serve") -> Start:
+def start_frame(
+    directory: Path, config: Config, purpose: Literal["serve", "check"] = "serve", *, measures: bool = False
+) -> Start:
     engine, limits = config.engine, config.limits
     return Start(
         version_dir=str(directory),
@@ -470,6 +477,7 @@ def start_frame(directory: Path, config: Config, purpose: Literal["serve", "chec
         waiting_tokens_max=limits.waiting_tokens_max,
         waiting_bytes_max=limits.waiting_bytes_max,
         retries_max=engine.retries_max,
+        measures=measures,
         purpose=purpose,
     )
 

@@ -40,8 +40,8 @@ class Work:
         """Whether some of the answer has arrived since the request was last submitted."""
         return self._progressed
 
-    def frame(self) -> Submit | Ask:
-        """What a worker is sent: all that is still to do."""
+    def submit(self) -> Submit | Ask:
+        """Count as submitted to a new worker, and give what it is sent: all that is still to do."""
         raise NotImplementedError
 
     def finish(self, finished: Finished, now_ns: int) -> None:
@@ -57,7 +57,7 @@ class Work:
             self.barren_losses = 0 if self._progressed else self.barren_losses + 1
             self._submitted = False
 
-    def _submit(self) -> None:
+    def _count_submission(self) -> None:
         self.resumed_count += self._submitted_before
         self._submitted, self._submitted_before, self._progressed = True, True, False
 

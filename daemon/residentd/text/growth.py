@@ -13,10 +13,13 @@ DEPTH_MAX: Final = 16
 def growth(part: object, depth: int = 0) -> int:
     """Characters that `part` of a tokenizer's description, a normaliser or decoder, may make of one. Above a cap: more.
 
-    Regular expressions count as finding something at every character.
+    Regular expressions count as finding something at every character; what nests deeper than DEPTH_MAX, which the
+    library takes, counts as above the cap.
     """
-    if not isinstance(part, Mapping) or depth > DEPTH_MAX:
+    if not isinstance(part, Mapping):
         return 1
+    if depth > DEPTH_MAX:
+        return GROWTH_MAX + 1
     if part.get("type") == "Replace":
         return _replacement(part)
     total = 1

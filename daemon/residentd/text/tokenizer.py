@@ -8,12 +8,14 @@ whole text in one go, so merges across the borders of messages are those that th
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Final
 
 import tokenizers
@@ -22,12 +24,18 @@ from tokenizers.models import WordLevel
 
 from residentd.errors import CallerError, OperatorError
 from residentd.text.fit import bytes_per_token_max
+from residentd.text.frame import Frame, frame_of
 from residentd.text.growth import GROWTH_MAX, growth
 from residentd.text.limits import TOKENIZER_BYTES_MAX
 from residentd.text.trace import Span, Spans
 
 WITHOUT_LOCK_CHARS_MIN: Final = 4096
 """A text from this length on is encoded without Python's lock, in a thread of the library: the hop is worth it then."""
+
+AT_ONCE_CHARS_MAX: Final = 1 << 18
+"""Of texts that are encoded together, on all cores: tens of megabytes while they are."""
+
+EXAMPLES_MAX: Final = 1000
 
 PANIC: Final = "PanicException"  # of pyo3, which gives the type no importable name
 
@@ -44,6 +52,14 @@ class Control:
     start: int
     end: int
     id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The first ids of a text, and how many it has."""
+
+    first: tuple[int, ...]
+    count: int
 
 
 class Tokenizer:
@@ -118,12 +134,38 @@ class Tokenizer:
         """Ids of `text`; with `specials` its control tokens are read as such, else they are plain text. Adds no BOS."""
         return encoded(self.inner if specials else self._sealed, text).ids
 
-    def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """Of each of `texts`, all of it plain text, without what a post-processor adds. Without Python's lock."""
-        try:
-            return self._sealed.encode_batch(list(texts), add_special_tokens=False)
-        except TypeError as error:  # lone surrogates
-            raise CallerError("a text is not valid Unicode: it holds half of a surrogate pair. Send UTF-8") from error
+    def ids_of(self, texts: Iterable[str], ids_max: int) -> Iterator[Ids]:
+        """Of each of `texts`, all of it plain text, without what a post-processor adds. Without Python's lock.
+
+        An Encoding is some hundred bytes a token: those of a few texts are held at a time.
+        """
+        for part in parts_of(texts, AT_ONCE_CHARS_MAX):
+            with refusing():
+                encodings = self._sealed.encode_batch(part, add_special_tokens=False)
+            for encoding in encodings:
+                ids = encoding.ids
+                yield Ids(tuple(ids[:ids_max]), len(ids))
+
+    @functools.cached_property
+    def frame(self) -> Frame:
+        """Of a row with one text. Raises OperatorError."""
+        return frame_of(self.inner, self._example())
+
+    @functools.cached_property
+    def pair_frame(self) -> Frame:
+        """Of a row with two texts. Raises OperatorError."""
+        return frame_of(self.inner, self._example(), self._example())
+
+    def _example(self) -> tokenizers.Encoding:
+        names = islice(self.inner.get_vocab(), EXAMPLES_MAX)
+        found = (encoded(self._sealed, text) for text in chain([TRIED_OUT], names))
+        example = next((encoding for encoding in found if encoding.ids), None)
+        if example is None:
+            raise OperatorError(
+                f"the tokenizer makes no token of {TRIED_OUT!r}, nor of the names of its own. Install the model with "
+                "its original tokenizer"
+            )
+        return example
 
     def encode_mixed(self, text: str, user_spans: Spans) -> list[int]:
         """Ids of `text`, reading as control tokens only what stands wholly outside `user_spans`.
@@ -226,11 +268,18 @@ def quieten(inner: tokenizers.Tokenizer) -> None:
 
 
 def encoded(inner: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-    try:
+    with refusing():
         if len(text) < WITHOUT_LOCK_CHARS_MIN:
             return inner.encode(text, add_special_tokens=False)
         # encode holds Python's lock to the end, 1.2 s for 2 MB; encode_batch lets it go (tokenizers 0.23).
         return inner.encode_batch([text], add_special_tokens=False)[0]
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """A text that the library cannot encode is the caller's: CallerError."""
+    try:
+        yield
     except TypeError as error:  # lone surrogates
         raise CallerError("the text is not valid Unicode: it holds half of a surrogate pair. Send UTF-8") from error
     except BaseException as error:
@@ -238,6 +287,20 @@ def encoded(inner: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         if type(error).__name__ != PANIC:
             raise
         raise CallerError(f"the model's tokenizer gives up on this text ({error}). Send another one") from error
+
+
+def parts_of(texts: Iterable[str], chars_max: int) -> Iterator[list[str]]:
+    """`texts` in their order, in parts of at most `chars_max` characters; a longer one is a part by itself."""
+    part: list[str] = []
+    chars = 0
+    for text in texts:
+        if part and chars + len(text) > chars_max:
+            yield part
+            part, chars = [], 0
+        part.append(text)
+        chars += len(text)
+    if part:
+        yield part
 
 
 def unknown_id(inner: tokenizers.Tokenizer, model: Mapping[str, Any]) -> int | None:

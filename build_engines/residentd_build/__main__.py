@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -30,6 +32,7 @@ from residentd.errors import AccuracyError, MachineError, OperatorError, Residen
 from residentd.models.environment import TEXT_LIBRARIES, engine_environment, library_versions
 from residentd.models.registry import Registry
 from residentd.models.store import Store
+from residentd_build import watchdog
 from residentd_build.options import (
     AUTO,
     KINDS,
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from residentd.models.manifest import Manifest
 
 EXIT_CANCELLED = 130
+RESERVE_SHARE = 8  # of the memory that is free, one part in so many is left to what is served
 # Most specific first: the first type that an error is an instance of decides.
 FAULTS: tuple[tuple[type[ResidentError], str], ...] = (
     (SourceError, "source"),
@@ -123,11 +127,7 @@ def _figures(manifest: Manifest) -> Iterator[str]:
             f"{quality.positions:,} positions"
         )
     if cost is not None:
-        yield (
-            f"cost: {cost.file_bytes >> 20:,} MiB, {cost.memory_bytes >> 20:,} MiB to load; tokens/s: "
-            f"{cost.decode_1_tokens_per_s:.1f} for one sequence, {cost.decode_8_tokens_per_s:.1f} for eight, "
-            f"{cost.prefill_tokens_per_s:.0f} of prompt"
-        )
+        yield f"cost: {cost.file_bytes >> 20:,} MiB, {cost.memory_bytes >> 20:,} MiB to load"
 
 
 def installed_event(manifest: Manifest, number: int, *, is_active: bool) -> dict[str, Any]:
@@ -162,6 +162,8 @@ def installed_event(manifest: Manifest, number: int, *, is_active: bool) -> dict
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
+    if parsed.parent is not None:
+        watchdog.end_with(parsed.parent)
     reporter = Reporter(is_json=parsed.json)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _cancel)
@@ -203,13 +205,25 @@ def _install(parsed: argparse.Namespace, reporter: Reporter) -> None:
     with contextlib.closing(Registry(parsed.state)) as registry:
         store.sweep(lambda: {version.digest for version in registry.versions()})
         with store.staging() as stage:
-            manifest = build(parsed.source, stage.path, options, reporter.progress, store.check_room)
+            with watchdog.watching(reporter.progress, parsed.source, _giving_up(reporter, stage.path)) as progress:
+                manifest = build(parsed.source, stage.path, options, progress, store.check_room)
             # From here on the version is whole or absent, and registered if whole: a signal would only confuse which.
             _ignore_signals()
             store.publish(stage, manifest)
             version = registry.add_version(manifest.name, manifest.digest, activate=not parsed.keep_active)
             _record_check(registry, manifest, version)
     reporter.installed(manifest, version, is_active=not parsed.keep_active)
+
+
+def _giving_up(reporter: Reporter, stage: Path) -> watchdog.GiveUp:
+    """What ends this process while its main thread is lost in native code."""
+
+    def give_up(error: SourceError) -> None:
+        shutil.rmtree(stage, ignore_errors=True)
+        reporter.failed("source", error)
+        os._exit(EXIT_BY_KIND["source"])
+
+    return give_up
 
 
 def _record_check(registry: Registry, manifest: Manifest, number: int) -> None:
@@ -223,13 +237,16 @@ def _record_check(registry: Registry, manifest: Manifest, number: int) -> None:
 
 
 def take_only_what_is_free() -> None:
-    """Whatever a source asks for, no more memory than is free now: what is served beside this build must go on.
+    """Whatever a source asks for, less memory than is free now: what is served beside this build must go on.
 
-    An allocation beyond it fails here. Should the kernel have to choose all the same, it chooses this process first.
+    An allocation beyond it fails here. Files that are mapped, as weights are, do not count (getrlimit(2)); pages that
+    others read again need the part that is left. Should the kernel have to choose all the same, it chooses this
+    process first.
     """
     free = psutil.virtual_memory().available + psutil.swap_memory().free
+    most = free - free // RESERVE_SHARE
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (free if hard == resource.RLIM_INFINITY else min(free, hard), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -278,6 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_weight_options(parser.add_argument_group("weights"))
     parser.add_argument("--keep-active", action="store_true", help="leave the model's active version as it is")
     parser.add_argument("--json", action="store_true", help="one JSON event a line on stdout")
+    parser.add_argument("--parent", type=int, metavar="PID", help="who started it: with that process, it ends")
     return parser
 
 

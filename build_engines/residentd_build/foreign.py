@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from residentd.backend.messages import plain_text
 from residentd.errors import Finding, ResidentError, SourceError
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def refusing(deed: str) -> Iterator[None]:
         if isinstance(error.__cause__, (MemoryError, OSError)):
             raise error.__cause__ from None
         lines = str(error).splitlines() or [""]
-        what = f"it cannot be {deed}: {type(error).__name__}: {cut(lines[0].rstrip('.'), 2 * QUOTED_CHARS_MAX)}"
+        said = cut(plain_text(lines[0]).rstrip("."), 2 * QUOTED_CHARS_MAX)
+        what = f"it cannot be {deed}: {type(error).__name__}: {said}"
         raise SourceError([_short(Finding(what, "source", REMEDY))]) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from residentd_build.facts import UNKNOWN, UNKNOWN_DIM, Fact, elements, of_array
-from residentd_build.rules import MixesError, check_counts, rule_for
+from residentd_build.rules import MixesError, attribute, check_counts, rule_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,23 @@ EVALUATED_WITHOUT_RULE = frozenset(
 )
 """What mask subgraphs use besides; their results are no larger than their inputs."""
 EVALUATED_ELEMENTS_MAX = 1 << 25
-"""Results above this size are not computed: at most 128 MiB of float32 at a time."""
+"""Results, and operands, above this size are not computed with: at most 128 MiB of float32 at a time."""
+WORK_MAX = 1 << 28
+"""What evaluating the nodes of one trace may cost, in numbers that numpy reads or writes: 3 s, whatever a graph holds.
+The most of any export tried is 1.3 million, SmolLM2-135M's; ten tables of 131,072 places by 64 make 250 (2026-12)."""
+PRODUCT_WORK = 4
+"""Of a multiplication and an addition: numpy has fast products of float32 and float64 only."""
+SLOW_WORK = 32
+"""Of a number where the reference goes from one to the next in Python, or may."""
+PRODUCT_OPERATORS = frozenset({"MatMul", "MatMulInteger", "Gemm", "Attention"})
+_FAST = (
+    "Abs Neg Sqrt Reciprocal Exp Log Sigmoid Tanh Relu Cos Sin Not IsNaN IsInf Floor Ceil Round Sign Clip Cast "
+    "CastLike Add Sub Mul Div Pow Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Where Min Max Sum Mod "
+    "ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd Softmax CumSum Concat Transpose Slice Split Expand Tile "
+    "Gather Identity Reshape Squeeze Unsqueeze Trilu NonZero EyeLike RotaryEmbedding"
+)
+FAST_OPERATORS = frozenset(_FAST.split())
+"""Those that the reference computes by a few calls of numpy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +60,14 @@ class Problem:
 
 @dataclass(slots=True)
 class Trace:
-    """Facts by value. `problems` holds the nodes at which the token axis may be mixed."""
+    """Facts by value. `problems` holds the nodes at which the token axis may be mixed.
+
+    What is not computed for want of `work_left` is simply not known.
+    """
 
     facts: dict[ir.Value, Fact] = field(default_factory=dict)
     problems: dict[ir.Node, Problem] = field(default_factory=dict)
+    work_left: int = WORK_MAX
 
     def __getitem__(self, value: ir.Value | None) -> Fact:
         if value is None:
@@ -88,7 +109,9 @@ def _follow(node: ir.Node, inputs: Sequence[Fact | None], result: Trace, opset: 
     except MixesError as error:
         result.problems[node] = Problem(str(error), is_certain=True)
         return [UNKNOWN] * len(node.outputs)
-    if _is_computable(node, inputs, facts):
+    work = _work(node, inputs, facts) if _is_computable(node, inputs, facts) else None
+    if work is not None and work <= result.work_left:
+        result.work_left -= work
         evaluated = _evaluate(node, inputs, opset)
         if evaluated is not None:
             return evaluated
@@ -115,17 +138,48 @@ def _loses_tokens(node: ir.Node, inputs: Sequence[Fact | None], facts: Sequence[
 
 
 def _is_computable(node: ir.Node, inputs: Sequence[Fact | None], facts: Sequence[Fact] | None) -> bool:
-    """The rule left the content open, all of the inputs' is known, and the result is small enough."""
+    """The rule left the content open, all of the inputs' is known, and it is numbers by a node without a body."""
     if facts is not None and facts[0].content is not None:
         return False
     if not all(fact is None or fact.is_numeric for fact in inputs):
         return False
-    if node.domain not in EVALUATED_DOMAINS:
+    if node.op_type == "Cast" and attribute(node, "to") == ir.DataType.STRING:
         return False
-    if facts is None or facts[0].dims is None:
-        return node.op_type in EVALUATED_WITHOUT_RULE
-    size = elements(facts[0].dims)
-    return size is not None and size <= EVALUATED_ELEMENTS_MAX
+    return node.domain in EVALUATED_DOMAINS
+
+
+def _work(node: ir.Node, inputs: Sequence[Fact | None], facts: Sequence[Fact] | None) -> int | None:
+    """What evaluating the node costs; None where nobody knows, or an operand or the result is too large."""
+    contents = [None if fact is None else fact.content for fact in inputs]
+    sizes = [0 if content is None else content.size for content in contents]
+    if facts is not None and facts[0].dims is not None:
+        size = elements(facts[0].dims)
+    elif node.op_type not in EVALUATED_WITHOUT_RULE:
+        size = None
+    elif node.op_type == "OneHot":
+        size = sizes[0] * _depth(contents[1:2])
+    else:
+        size = max(sizes, default=0)
+    if size is None or max(size, *sizes, 0) > EVALUATED_ELEMENTS_MAX:
+        return None
+    if node.op_type in PRODUCT_OPERATORS:
+        return sum(sizes) + PRODUCT_WORK * size * _summed(node, contents)
+    return (sum(sizes) + size) * (1 if node.op_type in FAST_OPERATORS else SLOW_WORK)
+
+
+def _summed(node: ir.Node, contents: Sequence[Array | None]) -> int:
+    """Products that each number of a product of matrices is a sum of, at most."""
+    if node.op_type == "Attention":  # the keys, new and past, once for the scores and once for the values
+        known = (content for content in (*contents[1:2], *contents[4:5]) if content is not None)
+        return 2 * sum(math.prod(content.shape[-2:-1]) for content in known)
+    left = contents[0]
+    return 1 if left is None else max(left.shape[-2:], default=1)
+
+
+def _depth(contents: Sequence[Array | None]) -> int:
+    """Of a OneHot: numbers for each index."""
+    numbers = [number for content in contents if content is not None for number in content.reshape(-1)[:1]]
+    return max((int(np.nan_to_num(number)) for number in numbers), default=1)
 
 
 def _evaluate(node: ir.Node, inputs: Sequence[Fact | None], opset: int) -> Sequence[Fact] | None:

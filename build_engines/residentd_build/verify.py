@@ -8,7 +8,6 @@ what others left there, over NaN and over large numbers, and one slot filled to 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +21,18 @@ import onnxruntime as ort
 from tokenizers import Tokenizer
 
 from residentd.backend.compatibility import INPUT_DTYPES, STEP_INPUTS, step_feeds
+from residentd.backend.messages import plain
 from residentd.backend.modes import OpenBackend, open_engine
 from residentd.backend.onnxruntime import RuntimeOptions, new_session
 from residentd.errors import AccuracyError, Finding, MachineError, SourceError
 from residentd.models.manifest import Agreement, Engine, Golden, State, Tolerance
 from residentd.models.statistics import comparable, scale_of
 from residentd.types import RequestId, Row, StepPlan
+from residentd_build import watchdog
 from residentd_build.arrived import arrived
-from residentd_build.foreign import REMEDY
 from residentd_build.goldens import record
 from residentd_build.passes.widen import narrow_types
+from residentd_build.randomness import random_nodes
 from residentd_build.source import MODEL_FILE, Source
 from residentd_build.states import StateError, ports_of_session, states_of
 
@@ -126,7 +127,8 @@ def verify(source: Source, version_dir: Path, engine: Engine, progress: Progress
     full = _full_track(export, engine, tracks, _part(progress, 0.3, 0.55))
     del export  # its memory is the engine's now
     is_quantised = arrived(source.model) is not None or (engine.mode == "compatibility" and engine.precision != "fp32")
-    comparison = Comparison(_bound([*tracks, full], noise, is_quantised=is_quantised))
+    unsteady = random_nodes(source.model)
+    comparison = Comparison(_bound([*tracks, full], noise, is_quantised=is_quantised, unsteady=unsteady))
     longest = max(len(track.fed) for track in tracks)
     progress(0.55, "loading the engine")
     slots = engine.limits.slots
@@ -164,7 +166,8 @@ def opened(
         context=min(engine.limits.context, context),
         step_tokens_max=max(engine.limits.step_tokens_max, slots + 1),
     )
-    backend = open_engine(directory, msgspec.structs.replace(engine, limits=limits), options)
+    with watchdog.loading(directory / engine.path, MODEL_FILE):
+        backend = open_engine(directory, msgspec.structs.replace(engine, limits=limits), options)
     try:
         yield backend
     finally:
@@ -178,7 +181,8 @@ class Export:
         """`states`: what the graph carries on, where the file leaves open what they are."""
         try:
             options = options or RuntimeOptions()
-            self._session = new_session(path, options, keeps_memory=options.packs)
+            with watchdog.loading(path, MODEL_FILE):
+                self._session = new_session(path, options, keeps_memory=options.packs)
         except Exception as error:
             raise _cannot_run(error) from error
         ports = ports_of_session(self._session)
@@ -220,18 +224,8 @@ class Export:
 
     def _run(self, feeds: dict[str, Any], limit_s: float) -> list[Any]:
         """All outputs. Raises SourceError if they take longer: a graph may hold a loop of any number of turns."""
-        options = ort.RunOptions()
-        watchdog = threading.Timer(limit_s, setattr, (options, "terminate", True))
-        watchdog.start()
-        try:
+        with watchdog.running(limit_s, MODEL_FILE) as options:
             values: list[Any] = self._session.run_with_ort_values(self._outputs, feeds, options)
-        except Exception as error:
-            if not options.terminate:
-                raise
-            what = f"a run of the export did not end within {limit_s:,.0f} s"
-            raise SourceError([Finding(what, MODEL_FILE, f"Look for loops in its graph. {REMEDY}")]) from error
-        finally:
-            watchdog.cancel()
         return values
 
 
@@ -352,15 +346,23 @@ def apart(found: Logits, expected: Logits) -> float:
     return float(np.abs(comparable(found) - comparable(expected)).max())
 
 
-def _bound(tracks: Sequence[Track], noise: float, *, is_quantised: bool = False) -> float:
-    """The largest |Δlogit| that rounding explains. Raises AccuracyError when the export's own noise is above it."""
+def _bound(tracks: Sequence[Track], noise: float, *, is_quantised: bool = False, unsteady: str = "") -> float:
+    """The largest |Δlogit| that rounding explains. Raises AccuracyError when the export's own noise is above it.
+
+    unsteady: the export's random nodes, if it has any.
+    """
     scale = max(1.0, *(scale_of(track.logits) for track in tracks))
     floor = scale * (QUANTISED_RELATIVE if is_quantised else FLOOR_RELATIVE)
     ceiling = scale * (QUANTISED_RELATIVE if is_quantised else CEILING_RELATIVE)
     if noise > ceiling:
+        why = (
+            f"It is random, by {unsteady}: export it for inference"
+            if unsteady
+            else "Its caches do not work, or a token's answer depends on which others are read with it: export it again"
+        )
         raise AccuracyError(
             f"the export differs from itself by {noise:.2g} when a prompt is read in parts, the bound is "
-            f"{ceiling:.2g}; nothing was published. Its caches do not work: export it again"
+            f"{ceiling:.2g}; nothing was published. {why}"
         )
     return min(max(floor, NOISE_FACTOR * noise), ceiling)
 
@@ -463,7 +465,7 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 
 
 def _cannot_run(error: Exception) -> MachineError | SourceError:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = plain(error)
     if isinstance(error, MemoryError) or "bad_alloc" in text or "Failed to allocate" in text:
         return MachineError(f"the machine has too little memory to run the export itself ({text}). Free some")
     what = f"ONNX Runtime {ort.__version__} cannot run the export ({text})"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from residentd.models.store import Store
 from residentd_build import pipeline
 from residentd_build.__main__ import main
 from residentd_build.options import Options, OptionsError
+from support.tensor_graphs import write
 
 SOURCE = EXPORTS / "llama"
 WAIT_S_MAX = 60
@@ -363,3 +365,47 @@ def test_usage_errors_exit_2_before_anything_is_made(
     assert in_process(tmp_path / "state", *more) == 2
     assert last_event(capsys)["kind"] == kind
     assert not (tmp_path / "state").exists()
+
+
+SMALL_MACHINE = """
+import psutil, resource, sys
+from residentd_build import __main__
+
+memory = psutil.virtual_memory()._replace(available=int(sys.argv.pop(1)))
+psutil.virtual_memory = lambda: memory
+psutil.swap_memory = lambda: memory._replace(free=0)
+__main__.take_only_what_is_free()
+if len(sys.argv) > 1:
+    sys.exit(__main__.main())
+print(*resource.getrlimit(resource.RLIMIT_DATA))
+"""
+
+
+def on_a_small_machine(available: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """The compiler where so much memory is free."""
+    command = [sys.executable, "-c", SMALL_MACHINE, str(available), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S_MAX, check=False)
+
+
+def test_a_build_leaves_memory_to_what_is_served() -> None:
+    """It takes seven eighths of what is free when it begins."""
+    soft, _ = on_a_small_machine(8 << 30).stdout.split()
+    assert int(soft) == 7 << 30
+
+
+def test_a_graph_that_asks_for_too_much_memory_is_refused(tmp_path: Path) -> None:
+    """300 bytes that ask for 4 GiB end as a finding, before the machine is short of memory."""
+    nodes = [
+        onnx.helper.make_node("ConstantOfShape", ["sizes"], ["large"]),
+        onnx.helper.make_node("ReduceMean", ["large"], ["mean"], keepdims=0),
+        onnx.helper.make_node("Add", ["x", "mean"], ["y"]),
+    ]
+    floats = [(name, onnx.TensorProto.FLOAT, ["n", 8]) for name in "xy"]
+    source = write(
+        tmp_path / "source" / "model.onnx", nodes, floats[:1], floats[1:], sizes=np.array([1 << 15, 1 << 15])
+    )
+    words = (str(source.parent), "--state", str(tmp_path / "state"), "--name", "bomb", "--json")
+    done = on_a_small_machine(2 << 30, *words)
+    assert done.returncode in {3, 5}, done.stderr
+    assert "memory" in json.loads(done.stdout.splitlines()[-1])["message"]
+    assert left_behind(tmp_path / "state") == []

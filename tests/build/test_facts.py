@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +11,7 @@ from onnx_ir.tape import Tape
 
 from residentd_build.facts import ROWS, TOKENS, UNKNOWN_DIM, Dim, of_array, of_dims, product, shape_content
 from residentd_build.rules import broadcast
-from residentd_build.trace import Trace, trace
+from residentd_build.trace import WORK_MAX, Trace, trace
 
 OPSET = 18
 
@@ -302,3 +302,77 @@ def test_known_numbers_are_computed_with() -> None:
     visible = tape.op("LessOrEqual", [source, tape.op("Unsqueeze", [source, numbers(tape, 1)])])
     result = trace(graph_of(tape, source), {source: of_array(np.arange(3))}, OPSET)
     assert np.array_equal(result.content(visible), np.tri(3, dtype=bool))
+
+
+def constants(build: Callable[[Tape], Sequence[ir.Value]]) -> list[bool]:
+    """Whether the content of each of the values that `build` makes is known."""
+    source, tape = ir.Value(name="x"), Tape()
+    values = build(tape)
+    found = trace(graph_of(tape, source), {source: of_dims((1, TOKENS, 8))}, OPSET)
+    return [found.content(value) is not None for value in values]
+
+
+def filled(tape: Tape, *dims: int, like: object = 1e-4) -> ir.Value:
+    fill = ir.tensor(np.array([like]))
+    return tape.op("ConstantOfShape", [numbers(tape, *dims)], {"value": fill})
+
+
+def products(tape: Tape) -> list[ir.Value]:
+    """Of 1024 by 1024: each more than all that may be spent."""
+    found = [filled(tape, 1024, 1024)]
+    found += [tape.op("MatMul", [found[0], found[0]]) for _ in range(50)]
+    return found
+
+
+def test_products_that_take_long_are_not_known() -> None:
+    """What a few bytes of a graph ask for may take days; their dimensions are known all the same."""
+    assert constants(products) == [True] + [False] * 50
+
+
+def negations(tape: Tape) -> list[ir.Value]:
+    """Each reads and writes a million truths."""
+    found = [filled(tape, 1 << 20, like=True)]
+    for _ in range(WORK_MAX // (2 << 20) + 2):
+        found.append(tape.op("Not", [found[-1]]))
+    return found
+
+
+def test_a_trace_may_cost_so_much_and_no_more() -> None:
+    """The last negation that fits is computed, and none after it."""
+    *known, last, beyond = constants(negations)
+    assert all(known)
+    assert not last
+    assert not beyond
+
+
+HUGE = {
+    "a row of 2^26": lambda tape: tape.op(
+        "OneHot", [numbers(tape, 1), scalar(tape, 1 << 26), numbers(tape, 0, 1)], {"axis": -1}
+    ),
+    "a result of 2^26": lambda tape: tape.op("Add", [filled(tape, 1 << 13, 1), filled(tape, 1, 1 << 13)]),
+    "a million texts": lambda tape: tape.op("Cast", [filled(tape, 1 << 20)], {"to": ir.DataType.STRING}),
+    "a million places, one by one in Python": lambda tape: tape.op(
+        "ScatterElements", [filled(tape, 3 << 20), filled(tape, 3 << 20, like=0), filled(tape, 3 << 20)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_what_is_too_large_is_not_computed(name: str) -> None:
+    """Neither for the machine's memory nor for anybody's patience."""
+    assert constants(lambda tape: [HUGE[name](tape)]) == [False]
+
+
+def test_what_is_small_is_computed() -> None:
+    """The same operators, as masks use them."""
+    small = {
+        "OneHot": lambda tape: tape.op(
+            "OneHot", [numbers(tape, 1), scalar(tape, 4), numbers(tape, 0, 1)], {"axis": -1}
+        ),
+        "Add": lambda tape: tape.op("Add", [filled(tape, 64, 1), filled(tape, 1, 64)]),
+        "ScatterElements": lambda tape: tape.op(
+            "ScatterElements", [filled(tape, 64), filled(tape, 64, like=0), filled(tape, 64)]
+        ),
+        "MatMul": lambda tape: tape.op("MatMul", [filled(tape, 64, 64), filled(tape, 64, 64)]),
+    }
+    assert constants(lambda tape: [build(tape) for build in small.values()]) == [True] * len(small)

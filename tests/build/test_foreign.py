@@ -59,6 +59,14 @@ def test_whatever_else_goes_wrong_is_one_finding() -> None:
     assert len(finding.what) < 300
 
 
+def test_what_onnx_runtime_says_is_said_without_its_own_sources() -> None:
+    """A finding names neither a library's file nor a path of the machine."""
+    said = "[ONNXRuntimeError] : 1 : FAIL : /src/op_kernel.cc:87 virtual OrtValue* onnxruntime::Op::Out(int) too large"
+    with pytest.raises(SourceError) as caught, refusing("compiled"):
+        raise ValueError(said)
+    assert caught.value.findings[0].what == "it cannot be compiled: ValueError: too large"
+
+
 def test_findings_are_cut_on_their_way_out() -> None:
     """However a pass made them."""
     with pytest.raises(SourceError) as caught, refusing("compiled"):

@@ -178,11 +178,21 @@ def test_a_progress_bar_in_a_terminal(running: Running, export: Path) -> None:
     assert running.daemon.cancelled.wait(WAIT_S_MAX)
 
 
+SWEEP = """
+import pathlib, sys
+
+(pathlib.Path(sys.argv[1]) / "staging" / "work").unlink()
+"""
+
+
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m residentd_build` is COMPILER, for this process's children."""
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`python -m residentd_build` is COMPILER, and what sweeps after it SWEEP, for this process's children."""
     modules = module_directory(tmp_path, "residentd_build", COMPILER)
     monkeypatch.setenv("PYTHONPATH", str(modules))
+    sweep = modules / "residentd_build" / "sweep.py"
+    sweep.write_text(SWEEP)
+    return sweep
 
 
 def _source(tmp_path: Path, kind: str) -> str:
@@ -288,17 +298,35 @@ def test_several_signals_that_mean_one_let_the_compiler_clean_up(state: Path, tm
     assert not (state / "staging" / "work").exists()
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("sweeps", [True, False])
 def test_a_compiler_that_does_not_stop_is_killed(
-    lonely_residentctl: Residentctl, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lonely_residentctl: Residentctl,
+    state: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: Path,
+    *,
+    sweeps: bool,
 ) -> None:
-    """Within a limit, and what is left behind is then said."""
+    """Within a limit; what it had staged is removed, or it is said that it is left."""
     monkeypatch.setattr("residentd.cli.builder.CANCEL_S_MAX", 0.2)
     monkeypatch.setattr("residentd.cli.install.follow", _interrupted_after_one)
+    if not sweeps:
+        compiler.unlink()
     result = lonely_residentctl("install", _source(tmp_path, "stubborn"), "--name", "toy", "--state", str(state))
     assert result.code == ExitCode.INTERRUPTED
-    assert "was killed" in result.err
-    assert (state / "staging" / "work").exists()
+    assert ("nothing is left behind" if sweeps else "was killed") in result.err
+    assert (state / "staging" / "work").exists() is not sweeps
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_a_crashed_compiler_had_staged_is_removed(
+    lonely_residentctl: Residentctl, state: Path, tmp_path: Path
+) -> None:
+    """At once, since no daemon will start soon."""
+    result = lonely_residentctl("install", _source(tmp_path, "crash"), "--name", "toy", "--state", str(state))
+    assert result.code == ExitCode.MACHINE
+    assert not (state / "staging" / "work").exists()
 
 
 def _interrupted_after_one(_output: object, events: Iterator[object]) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residentd.backend.base import Logits
+from residentd.backend.messages import plain
 from residentd.backend.steps import StepArranger, StepArrays, runs_that_fit
 from residentd.errors import BackendLostError, MachineError, StepRetryableError, StoreError
 from residentd.models.environment import read_processor
@@ -285,7 +286,7 @@ def open_session(path: Path, options: RuntimeOptions, *, keeps_memory: bool = Tr
         raise
     except Exception as error:
         raise MachineError(
-            f"ONNX Runtime {ort.__version__} cannot load the engine: {_first_line(error)}. Install the version again"
+            f"ONNX Runtime {ort.__version__} cannot load the engine: {plain(error)}. Install the version again"
         ) from error
 
 
@@ -355,11 +356,7 @@ def _bind_input(io: Any, name: str, array: Array) -> None:
 
 def step_error(plan: StepPlan, error: Exception) -> MachineError:
     """Out of memory may pass, and K/V written so far lie beyond every row's start; anything else ends the backend."""
-    text = _first_line(error)
+    text = plain(error)
     if isinstance(error, MemoryError) or any(mark in text for mark in OUT_OF_MEMORY_MARKS):
         return StepRetryableError(f"step {plan.step} of {plan.tokens_count} tokens ran out of memory ({text})")
     return BackendLostError(f"ONNX Runtime failed in step {plan.step} ({text})")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import onnxruntime as ort
 
 from residentd.backend.graph import Array, GraphError
+from residentd.backend.messages import plain
 from residentd.backend.onnxruntime import OUT_OF_MEMORY_MARKS, RuntimeOptions, session_options
 from residentd.errors import MachineError, StepRetryableError
 
-MESSAGE_CHARS_MAX = 300
-SOURCE_PLACE = re.compile(r"\S*/\S*\.(?:cc|h|cpp)\b\S*( \S+\(.*?\))?")
+__all__ = ["OnnxRuntimeGraph", "plain"]
 
 
 class OnnxRuntimeGraph:
@@ -23,11 +22,17 @@ class OnnxRuntimeGraph:
 
     optimised False: node by node as the exporter wrote it, the reference of verification. has_arena: memory is kept
     from run to run, 10 to 30 % off a run of MiniLM-L6 (CPU time, onnxruntime 1.32.0, 2026-12); for calls of bounded
-    size, since it is that of the largest for ever.
+    size, since it is that of the largest for ever. remedy: what to do where it cannot be loaded.
     """
 
     def __init__(
-        self, path: Path, options: RuntimeOptions | None = None, *, optimised: bool = True, has_arena: bool = False
+        self,
+        path: Path,
+        options: RuntimeOptions | None = None,
+        *,
+        optimised: bool = True,
+        has_arena: bool = False,
+        remedy: str = "Install the version again",
     ) -> None:
         settings = session_options(options)
         settings.enable_cpu_mem_arena = has_arena
@@ -37,7 +42,7 @@ class OnnxRuntimeGraph:
             self._session = ort.InferenceSession(os.fspath(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise MachineError(
-                f"ONNX Runtime {ort.__version__} cannot load the graph: {plain(error)}. Install the version again"
+                f"ONNX Runtime {ort.__version__} cannot load the graph: {plain(error)}. {remedy}"
             ) from error
 
     @property
@@ -45,8 +50,12 @@ class OnnxRuntimeGraph:
         return self._session
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> list[Array]:
+        return self.run_with(feeds, outputs, None)
+
+    def run_with(self, feeds: Mapping[str, Array], outputs: Sequence[str], options: Any) -> list[Array]:
+        """`run` with ONNX Runtime's RunOptions, by which another thread can end it."""
         try:
-            arrays: list[Array] = self._session.run(list(outputs), dict(feeds))
+            arrays: list[Array] = self._session.run(list(outputs), dict(feeds), options)
         except Exception as error:
             text = plain(error)
             if isinstance(error, MemoryError) or any(mark in text for mark in OUT_OF_MEMORY_MARKS):
@@ -57,11 +66,3 @@ class OnnxRuntimeGraph:
     def close(self) -> None:
         """Release the memory. The graph cannot be run afterwards."""
         del self._session
-
-
-def plain(error: Exception) -> str:
-    """What ONNX Runtime says, in one short line without places in its own sources or in the file system."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = SOURCE_PLACE.sub("", re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", text))
-    text = re.sub(r"(?<!\w)/(?:[\w.+-]+/)+[\w.+-]*", "…", text)
-    return text if len(text) <= MESSAGE_CHARS_MAX else f"{text[: MESSAGE_CHARS_MAX - 1]}…"

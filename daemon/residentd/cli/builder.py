@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,8 +22,8 @@ from residentd.cli.formats import plural
 LINE_BYTES_MAX = 16 << 20  # a refused source lists every finding in one line
 LINES_MAX = 1_000_000
 EXIT_S_MAX = 60.0  # from the last line of its output to its end
-CANCEL_S_MAX = 60.0
-PATIENCE_S = 2.0
+CANCEL_S_MAX = 2.0  # for cleaning up; native code, which hears no signal, may take any time
+SWEEP_S_MAX = 60.0
 TAIL_BYTES_MAX = 4096  # of what it wrote to stderr
 
 _EXIT_BY_KIND: Mapping[str, ExitCode] = MappingProxyType(
@@ -69,7 +70,7 @@ def build(words: list[str]) -> Generator[InstallProgress, None, None]:
     """Run the compiler; yields its progress, the installed version last.
 
     Raises Failure with what it reports. On Ctrl-C, or when the iteration is left early, it gets one SIGTERM and
-    is waited for, so that it can remove what it had staged.
+    a moment to remove what it had staged. It ends with this process, too.
     """
     with tempfile.TemporaryFile() as messages, _started(words, messages) as process:
         last: dict[str, Any] = {}
@@ -78,15 +79,17 @@ def build(words: list[str]) -> Generator[InstallProgress, None, None]:
                 if last["event"] in {"progress", "installed"}:
                     yield _progress(last)
         except (KeyboardInterrupt, GeneratorExit):
-            _cancel(process)
+            _cancel(process, words)
             raise
+        if last.get("event") not in {"installed", "failed"}:
+            _sweep(words)
         if last.get("event") != "installed":
             raise _failure(last, process.returncode, _last_line(messages))
 
 
 def _started(words: list[str], messages: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        words,
+        [*words, f"--parent={os.getpid()}"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=messages,  # not the terminal, where a library's warning would tear the progress bar
@@ -148,28 +151,38 @@ def _version(event: dict[str, Any]) -> Version:
     return Version(**{name: event[name] for name in event if name in names}, number=int(event.get("version", 0)))
 
 
-def _cancel(process: subprocess.Popen[bytes]) -> None:
-    """Ask the compiler to stop, and wait while it cleans up. Raises Failure where it had to be killed.
+def _cancel(process: subprocess.Popen[bytes], words: list[str]) -> None:
+    """Ask the compiler to stop, give it a moment to clean up, and do both for it then. Raises Failure where that fails.
 
-    Another Ctrl-C kills it, but not at once: impatient fingers and `timeout` send several that mean one.
+    Another Ctrl-C in that moment changes nothing: impatient fingers and `timeout` send several that mean one.
     """
     process.send_signal(signal.SIGTERM)  # handled as SIGINT is, and quiet while it still starts
-    asked_s = time.monotonic()
-    while True:
-        try:
-            process.wait(max(0.0, asked_s + CANCEL_S_MAX - time.monotonic()))
-        except KeyboardInterrupt:
-            if time.monotonic() < asked_s + PATIENCE_S:
-                continue
-        except subprocess.TimeoutExpired:
-            pass
-        else:
+    give_up_s = time.monotonic() + CANCEL_S_MAX
+    while (left_s := give_up_s - time.monotonic()) > 0:
+        with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.wait(left_s)
             return
-        process.kill()
+    process.kill()
+    process.wait()
+    if not _sweep(words):
         raise Failure(
             "cancelled; the compiler did not stop and was killed. The next start removes what it had staged",
             code=ExitCode.INTERRUPTED,
         )
+
+
+def _sweep(words: list[str]) -> bool:
+    """Remove what the compiler that `words` started had staged when it was killed; whether that was done."""
+    state = words[words.index("--state") + 1]
+    command = [sys.executable, "-m", "residentd_build.sweep", state]
+    silent = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            command, stdin=silent, stdout=silent, stderr=silent, check=False, timeout=SWEEP_S_MAX, process_group=0
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 def _failure(event: dict[str, Any], status: int, last_line: str) -> Failure:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from residentd.errors import AccuracyError, Finding, MachineError, OperatorError, ResidentError, SourceError
+from residentd.models.registry import Registry
+from residentd.models.store import Store
 
 LINE_BYTES_MAX: Final = 16 << 20
-CANCEL_GRACE_S: Final = 10.0
+CANCEL_GRACE_S: Final = 2.0  # for cleaning up; native code, which hears no signal, may take any time
+EXIT_S_MAX: Final = 60.0  # from its last event to its end
+LAST_EVENTS: Final = frozenset({"installed", "failed"})  # after these, the compiler has cleaned up itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +73,12 @@ class BuildOptions:
 async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:
     """The compiler's events, the last of which is "installed". Raises the ResidentError that its failure means.
 
-    Leaving the iteration early cancels the build: SIGTERM, then SIGKILL; the compiler removes what it had staged.
+    Leaving the iteration early cancels the build: SIGTERM, then SIGKILL. However it ends, it has ended then, and
+    nothing that it had staged is left. It ends with this process, too.
     """
     process = await asyncio.create_subprocess_exec(
         *options.command(),
+        f"--parent={os.getpid()}",
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         limit=LINE_BYTES_MAX,
@@ -84,9 +91,16 @@ async def build(options: BuildOptions) -> AsyncIterator[dict[str, Any]]:
             if event["event"] == "failed":
                 break
             yield event
-        status = await process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), EXIT_S_MAX)
     finally:
-        await _end(process)
+        try:
+            await _end(process)
+        finally:
+            if event.get("event") not in LAST_EVENTS:
+                await asyncio.to_thread(_sweep, Path(options.state))
+    status = process.returncode
+    assert status is not None
     if event.get("event") != "installed":
         raise _error_of(event, status)
 
@@ -115,14 +129,22 @@ def _event_of(line: bytes) -> dict[str, Any] | None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
+    """SIGTERM, if it has not ended by itself, and SIGKILL where that is not enough or nobody can wait."""
+    try:
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), CANCEL_GRACE_S)
-        except TimeoutError:
+    finally:
+        with contextlib.suppress(ProcessLookupError):
             process.kill()
-            await process.wait()
+        await process.wait()
+
+
+def _sweep(state: Path) -> None:
+    """What a compiler that was killed had staged, or published and not registered. The next start tries again."""
+    with contextlib.suppress(ResidentError), contextlib.closing(Registry(state)) as registry:
+        Store(state).sweep(lambda: {version.digest for version in registry.versions()})
 
 
 def _error_of(event: dict[str, Any], status: int) -> ResidentError:

@@ -30,7 +30,6 @@ STEMS = ("model", "decoder_model_merged", "decoder_with_past_model")
 VARIANTS = ("", "fp32", "fp16", "bf16", "int8", "quantized", "uint8", "q8", "q4", "int4", "q4f16", "bnb4")
 """What follows the stem, in the order of preference. `quantized` is transformers.js's name for int8."""
 NAMED_MAX = 12
-EXPORT_AGAIN = "Export it with `optimum-cli export onnx --task text-generation-with-past`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def find_model(directory: SourceDirectory, genai: Mapping[str, Any], wanted: str
     if named is not None:
         return ModelFile(named)
     if not found:
-        raise MissingError("is missing", f"{EXPORT_AGAIN}, which writes it")
+        raise MissingError("is missing", "Export the model again, or copy it completely")
     if len(found) == 1:
         return ModelFile(found[0])
     known = sorted((rank, path) for path in found if (rank := _rank(path)) is not None)

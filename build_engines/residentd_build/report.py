@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from residentd.errors import Finding, SourceError
 
 FINDINGS_MAX = 50
-MODEL_BYTES_MAX = (1 << 31) - 1  # protobuf's own limit; larger models keep their weights in data files
-JSON_BYTES_MAX = 16 << 20
 
 
 @dataclass(slots=True)
@@ -19,6 +17,10 @@ class Report:
 
     def add(self, what: str, where: str, remedy: str) -> None:
         self.findings.append(Finding(what, where, remedy))
+
+    def is_wrong(self, where: str) -> bool:
+        """Whether anything was found at that place."""
+        return any(finding.where == where for finding in self.findings)
 
     def raise_if_any(self) -> None:
         """Raises SourceError with the first FINDINGS_MAX, and how many more there are."""

@@ -60,10 +60,10 @@ class TextFiles:
 
 def read_text(files: TextFiles) -> tuple[TextSource | None, list[Finding], int]:
     """The text side, what is wrong with it, and the highest token id plus one."""
-    tokenizer, findings = _tokenizer(files.tokenizer_json)
+    tokenizer, findings = _generating(files.tokenizer_json)
     if tokenizer is None:
         return None, findings, 0
-    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    vocab = ids_of(tokenizer)
     bos_token, bos_id = _special(files, tokenizer, "bos", findings)
     eos_token, eos_id = _special(files, tokenizer, "eos", findings)
     eos_ids = _eos_ids(files, eos_id, findings)
@@ -126,18 +126,34 @@ def _sampling_problem(name: str, value: object) -> str | None:
     return None
 
 
-def _tokenizer(data: bytes) -> tuple[Tokenizer | None, list[Finding]]:
+def read_tokenizer(data: bytes) -> tuple[served.Tokenizer | None, list[Finding]]:
     """Loaded as the daemon loads it: what it would refuse is a finding now."""
     try:
         loaded = served.Tokenizer(data)
-        table_for(loaded)
     except OperatorError as error:
         return None, [Finding(_short(error), TOKENIZER_FILE, FIX_TOKENIZER)]
     dropout = getattr(loaded.inner.model, "dropout", None)
     if dropout:
         what = f"the model's dropout is {dropout:g}: it encodes one text differently each time, as only training wants"
-        return loaded.inner, [Finding(what, TOKENIZER_FILE, "Set dropout to null in it")]
-    return loaded.inner, []
+        return loaded, [Finding(what, TOKENIZER_FILE, "Set dropout to null in it")]
+    return loaded, []
+
+
+def ids_of(tokenizer: Tokenizer) -> int:
+    """The highest token id plus one."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _generating(data: bytes) -> tuple[Tokenizer | None, list[Finding]]:
+    """A tokenizer whose ids can also be made text."""
+    loaded, findings = read_tokenizer(data)
+    if loaded is None:
+        return None, findings
+    try:
+        table_for(loaded)
+    except OperatorError as error:
+        return None, [*findings, Finding(_short(error), TOKENIZER_FILE, FIX_TOKENIZER)]
+    return loaded.inner, findings
 
 
 def _try_template(template: str, tokens: Mapping[str, str], where: str) -> list[Finding]:

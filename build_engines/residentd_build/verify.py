@@ -32,7 +32,6 @@ from residentd_build import watchdog
 from residentd_build.arrived import arrived
 from residentd_build.goldens import record
 from residentd_build.passes.widen import narrow_types
-from residentd_build.randomness import random_nodes
 from residentd_build.source import MODEL_FILE, Source
 from residentd_build.states import StateError, ports_of_session, states_of
 
@@ -127,8 +126,7 @@ def verify(source: Source, version_dir: Path, engine: Engine, progress: Progress
     full = _full_track(export, engine, tracks, _part(progress, 0.3, 0.55))
     del export  # its memory is the engine's now
     is_quantised = arrived(source.model) is not None or (engine.mode == "compatibility" and engine.precision != "fp32")
-    unsteady = random_nodes(source.model)
-    comparison = Comparison(_bound([*tracks, full], noise, is_quantised=is_quantised, unsteady=unsteady))
+    comparison = Comparison(_bound([*tracks, full], noise, is_quantised=is_quantised))
     longest = max(len(track.fed) for track in tracks)
     progress(0.55, "loading the engine")
     slots = engine.limits.slots
@@ -346,23 +344,16 @@ def apart(found: Logits, expected: Logits) -> float:
     return float(np.abs(comparable(found) - comparable(expected)).max())
 
 
-def _bound(tracks: Sequence[Track], noise: float, *, is_quantised: bool = False, unsteady: str = "") -> float:
-    """The largest |Δlogit| that rounding explains. Raises AccuracyError when the export's own noise is above it.
-
-    unsteady: the export's random nodes, if it has any.
-    """
+def _bound(tracks: Sequence[Track], noise: float, *, is_quantised: bool = False) -> float:
+    """The largest |Δlogit| that rounding explains. Raises AccuracyError when the export's own noise is above it."""
     scale = max(1.0, *(scale_of(track.logits) for track in tracks))
     floor = scale * (QUANTISED_RELATIVE if is_quantised else FLOOR_RELATIVE)
     ceiling = scale * (QUANTISED_RELATIVE if is_quantised else CEILING_RELATIVE)
     if noise > ceiling:
-        why = (
-            f"It is random, by {unsteady}: export it for inference"
-            if unsteady
-            else "Its caches do not work, or a token's answer depends on which others are read with it: export it again"
-        )
         raise AccuracyError(
             f"the export differs from itself by {noise:.2g} when a prompt is read in parts, the bound is "
-            f"{ceiling:.2g}; nothing was published. {why}"
+            f"{ceiling:.2g}; nothing was published. Its caches do not work, or a token's answer depends on which "
+            "others are read with it: export it again"
         )
     return min(max(floor, NOISE_FACTOR * noise), ceiling)
 

@@ -12,7 +12,7 @@ from residentd.backend.encoder import EncoderModel
 from residentd.backend.graph import GraphError
 from residentd.backend.pooling import normalised, pool
 from residentd.backend.reference_graph import ReferenceEncoder, ReferenceGraph
-from residentd.backend.samples import SAMPLES_MAX, distance, sample_distance, sample_of
+from residentd.backend.samples import SAMPLES_MAX, distance, sample_distance, sample_of, scale_of
 from residentd.calls import TextRow
 from residentd.models.encoder import Encoder
 from support.toy_encoder import WIDTH, toy_embedding
@@ -94,11 +94,32 @@ def test_another_width_than_the_manifests_is_an_error_of_the_run() -> None:
         ([float("inf")], [1.0], float("inf")),
         ([True, False], [True, True], 1.0),
         ([1.0], [1.0, 2.0], float("inf")),
+        ([2.0, -1.01e9], [2.0, -1e9], 0.02),  # a hundredth of what a mask wrote, as of the 2
+        ([2.5, -1e9], [2.0, -1e9], 0.5),
+        ([2.0, -3.0], [2.0, -1e9], 2.0),
+        ([2.0, float("inf")], [2.0, -1e9], float("inf")),
+        ([1.01e6, 0.0], [1e6, 0.0], 100.0),  # nothing else: of the first that is large
     ],
 )
 def test_distances(found: list[float], wanted: list[float], gap: float) -> None:
     """NaN equals NaN and nothing else; another shape is infinitely far."""
-    assert distance(np.array(found), np.array(wanted)) == gap
+    assert distance(np.array(found), np.array(wanted)) == pytest.approx(gap)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scale"),
+    [
+        ([1.0, -3.0], 3.0),
+        ([1.0, -3.0, -1e9], 3.0),
+        ([1.0, float(np.finfo(np.float32).min), float("-inf"), float("nan")], 1.0),
+        ([5e5, 0.0], 1e4),
+        ([0.0], 0.0),
+    ],
+)
+def test_what_masks_write_does_not_lift_the_scale(numbers: list[float], scale: float) -> None:
+    """Of the ordinary numbers alone; of a number without axes too."""
+    assert scale_of(np.array(numbers, np.float32)) == scale
+    assert scale_of(np.array(numbers[0], np.float32)) == min(abs(numbers[0]), 1e4)
 
 
 def test_a_sample_keeps_the_shape_and_a_bounded_number_of_elements() -> None:

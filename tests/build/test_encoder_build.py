@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -18,10 +21,11 @@ from residentd.backend.encoder import EncoderModel
 from residentd.backend.onnxruntime_graph import OnnxRuntimeGraph
 from residentd.backend.tensor_model import golden_feeds
 from residentd.calls import TextRow
-from residentd.errors import AccuracyError, SourceError
-from residentd.models.manifest import Manifest
+from residentd.errors import AccuracyError, MachineError, SourceError, StepRetryableError
+from residentd.models.manifest import Engine, EngineLimits, Manifest
 from residentd_build.encoders import build as encoder_build
 from residentd_build.encoders import verify
+from residentd_build.encoders.export import ExportGraph
 from residentd_build.kinds import build
 from residentd_build.options import Options, OptionsError
 from support import tensor_graphs
@@ -75,6 +79,18 @@ def edited(change: Callable[[onnx.ModelProto], None]) -> Change:
     return edit
 
 
+def modules(*names: str) -> Change:
+    """The file modules.json: sentence-transformers' own classes where no package is said."""
+    types = [name if "." in name else f"sentence_transformers.models.{name}" for name in names]
+    entries = [
+        {"idx": index, "name": str(index), "path": "1_Pooling" if kind.endswith("Pooling") else "", "type": kind}
+        for index, kind in enumerate(types)
+    ]
+    return lambda source: (source / "modules.json").write_text(json.dumps(entries)) and None
+
+
+IN_THE_GRAPH = ("modules.json: its modules are Transformer", "--library sentence_transformers")
+
 # ---- what is built -------------------------------------------------------------------------------------------------
 
 
@@ -127,11 +143,17 @@ def test_the_operator_may_name_the_kind(tmp_path: Path) -> None:
         ("embed-bert", changed("1_Pooling/config.json", pooling_mode_mean_tokens=False), ["names no pooling"]),
         ("embed-bert", changed("1_Pooling/config.json", include_prompt=False), ["leaves the prompt out"]),
         ("embed-bert", replaced("modules.json", '[{"type": 3}]'), ["type and path are needed"]),
-        (
-            "embed-bert",
-            replaced("modules.json", '[{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}]'),
-            ["Transformer, Dense", "--library sentence_transformers"],
-        ),
+        ("embed-bert", replaced("modules.json", "[]"), ["its modules are none"]),
+        ("embed-bert", modules("Transformer", "Pooling", "Dense"), [*IN_THE_GRAPH, "nothing here computes Dense;"]),
+        ("embed-bert", modules("Transformer", "Dense", "Normalize"), [*IN_THE_GRAPH, "nothing here computes Dense;"]),
+        ("embed-bert", modules("Transformer", "WordWeights", "Pooling", "LSTM"), [*IN_THE_GRAPH, "WordWeights, LSTM;"]),
+        ("embed-bert", modules("Transformer", "Normalize", "Pooling"), [*IN_THE_GRAPH, "in this order"]),
+        ("embed-bert", modules("Transformer"), [*IN_THE_GRAPH, "its modules are Transformer;"]),
+        ("embed-bert", modules("Transformer", "Pooling", "own.code.Normalize"), ["computes own.code.Normalize;"]),
+        ("embed-bert", modules("Transformer", *["Normalize"] * 16), ["it has 17 modules; at most 16 are read"]),
+        ("rerank-bert", modules("Transformer", "LogitScore"), ["the modules LogitScore", "gives logits"]),
+        ("classify-distilbert", modules("Transformer", "Dense"), ["the modules Dense", "gives logits"]),
+        ("embed-bert", replaced("1_Pooling/config.json", "{}"), ["names no pooling"]),
         ("embed-bert", changed("sentence_bert_config.json", max_seq_length="many"), ["max_seq_length"]),
         ("embed-bert", changed("config_sentence_transformers.json", prompts=["a"]), ["prompts must be"]),
         ("embed-bert", changed("config_sentence_transformers.json", default_prompt_name="x"), ["which is no prompt"]),
@@ -176,6 +198,85 @@ def test_every_finding_comes_at_once(tmp_path: Path) -> None:
     changed("1_Pooling/config.json", pooling_mode_mean_tokens=False)(source)
     changed("sentence_bert_config.json", max_seq_length=-1)(source)
     assert len(findings(source, tmp_path)) == 3
+
+
+SPOILED: dict[str, tuple[str, Change, str]] = {
+    "no model": ("embed-bert", removed("model.onnx"), "model.onnx: the file is missing"),
+    "half a model": ("embed-bert", lambda d: os.truncate(d / "model.onnx", 5000), "model.onnx: it is not an ONNX file"),
+    "no model of a classifier": (
+        "classify-distilbert",
+        lambda d: (changed("config.json", architectures=["XForSequenceClassification"])(d), removed("model.onnx")(d))[
+            1
+        ],
+        "model.onnx: the file is missing",
+    ),
+    "broken modules": ("embed-bert", replaced("modules.json", "["), "modules.json: it is not valid JSON"),
+    "modules that are an object": (
+        "embed-bert",
+        replaced("modules.json", "{}"),
+        "modules.json: it is not a JSON array",
+    ),
+    "modules without a type": ("embed-bert", replaced("modules.json", '[{"type": 3}]'), "type and path are needed"),
+    "broken pooling": ("embed-bert", replaced("1_Pooling/config.json", "{"), "1_Pooling/config.json: it is not valid"),
+    "imports of nobody": (
+        "embed-bert",
+        edited(lambda model: model.graph.node.append(helper.make_node("Magic", ["input_ids"], ["m"], domain="x.y"))),
+        "it uses operators of x.y",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_one_fault_is_one_finding(name: str, tmp_path: Path) -> None:
+    """No finding about what a language model would need, and none about what only follows from the fault."""
+    model, change, says = SPOILED[name]
+    source = copied(model, tmp_path)
+    change(source)
+    (text,) = findings(source, tmp_path)
+    assert says in text
+
+
+@pytest.mark.parametrize("content", [b"", b"\x3a\x05abc"])
+def test_a_lone_file_that_is_no_graph_is_one_finding(content: bytes, tmp_path: Path) -> None:
+    """Nothing beside it speaks of text, so no tokenizer and no configuration is missed."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "m.onnx").write_bytes(content)
+    (text,) = findings(tmp_path / "x", tmp_path)
+    assert "m.onnx: " in text
+
+
+def test_the_kind_that_the_operator_named_is_kept_for_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """An input whose description is too long to be looked at does not make a tensor model a language model."""
+    source = copied("embed-bert", tmp_path)
+    edited(lambda model: model.graph.input.append(_input("x" * 70_000, TensorProto.FLOAT, [1])))(source)
+    (text,) = findings(source, tmp_path, kind="tensor")
+    assert "described in 70,0" in text
+
+
+def test_imports_that_nothing_uses_are_no_fault(tmp_path: Path) -> None:
+    """Tools that optimise a graph list every operator set that they know."""
+    source = copied("embed-bert", tmp_path)
+    edited(lambda model: model.opset_import.append(helper.make_opsetid("com.example", 1)))(source)
+    assert built(source, tmp_path / "stage").content.kind == "embed"
+
+
+def test_the_length_is_the_transformers_own(tmp_path: Path) -> None:
+    """Older versions of sentence-transformers keep it in the folder of the transformer."""
+    source = copied("embed-bert", tmp_path)
+    (source / "0_Transformer").mkdir()
+    (source / "sentence_bert_config.json").rename(source / "0_Transformer" / "sentence_bert_config.json")
+    path = source / "modules.json"
+    path.write_text(path.read_text().replace('"path": ""', '"path": "0_Transformer"'))
+    assert built(source, tmp_path / "stage").content.engine.limits.context == 48
+
+
+def test_a_tokenizer_that_gives_a_text_no_token_is_refused(tmp_path: Path) -> None:
+    """It would refuse what callers send; it is the source's fault, not ours."""
+    source = copied("embed-bert", tmp_path)
+    nothing = {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}
+    changed("tokenizer.json", normalizer=nothing, post_processor=None)(source)
+    (text,) = findings(source, tmp_path)
+    assert "tokenizer.json: text 0 has no token" in text
 
 
 def test_a_wrong_kind_is_refused(tmp_path: Path) -> None:
@@ -244,15 +345,52 @@ def test_an_export_whose_texts_depend_on_their_company_runs_them_alone(tmp_path:
     manifest = built(source, tmp_path / "stage")
     encoder = manifest.content.encoder
     assert encoder is not None
-    assert "another answer in company" in encoder.alone
+    assert encoder.alone == "its ReduceMean mean reduces over the rows"
     assert any("one text each" in line for line in manifest.build.passes)
+
+
+@pytest.mark.parametrize("shown_by", ["graph", "numbers"])
+def test_a_label_that_a_mask_rules_out_hides_no_company(
+    shown_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One logit of -1e9 is no scale for the others, which differ in company by a tenth: numbers alone show it too."""
+    source = copied("classify-distilbert", tmp_path)
+
+    def couple(model: onnx.ModelProto) -> None:
+        (output,) = model.graph.output
+        (last,) = (node for node in model.graph.node if output.name in node.output)
+        last.output[0] = "before"
+        model.graph.node.extend(
+            [
+                helper.make_node("ReduceMean", ["before", "first_axis"], ["mean"], keepdims=1),
+                helper.make_node("Mul", ["mean", "tenth"], ["part"]),
+                helper.make_node("Add", ["before", "part"], ["coupled"]),
+                helper.make_node("Add", ["coupled", "mask"], [output.name]),
+            ]
+        )
+        arrays = {
+            "first_axis": np.array([0], np.int64),
+            "tenth": np.array(0.1, np.float32),
+            "mask": np.array([0, 0, -1e9], np.float32),
+        }
+        model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+
+    edited(couple)(source)
+    if shown_by == "numbers":
+        monkeypatch.setattr(verify, "_mixing_reason", lambda _source: "")
+    manifest = built(source, tmp_path / "stage")
+    assert manifest.content.encoder is not None
+    reasons = {"graph": "its ReduceMean mean reduces", "numbers": "another answer in company"}
+    assert reasons[shown_by] in manifest.content.encoder.alone
+    assert manifest.agreement.logit_diff_bound < 0.1, "of logits of a few, not of a billion"
 
 
 @pytest.mark.parametrize("pooled", ["first", "mean"])
 def test_a_graph_that_pools_by_itself_is_taken_as_it_is(pooled: str, tmp_path: Path) -> None:
-    """sentence_embedding needs no modules; one that averages over the padding is caught, and runs text by text."""
+    """sentence_embedding needs no modules, or has them in it: Dense, too. One that averages over the padding is caught,
+    and runs text by text."""
     source = copied("embed-bert", tmp_path)
-    removed("modules.json")(source)
+    (removed("modules.json") if pooled == "first" else modules("Transformer", "Pooling", "Dense", "Normalize"))(source)
 
     def pool(model: onnx.ModelProto) -> None:
         name = model.graph.output[0].name
@@ -285,6 +423,76 @@ def test_goldens_are_the_exports_own_answers(tmp_path: Path) -> None:
         assert found == pytest.approx(np.frombuffer(golden.output, "<f4"), abs=1e-6)
 
 
+def test_no_run_is_larger_than_the_daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows times the longest of them, in the export's runs and the engine's; and texts do share runs."""
+    sizes: list[tuple[int, int]] = []
+    for kind in (OnnxRuntimeGraph, ExportGraph):
+        real = kind.run
+
+        def run(graph: Any, feeds: Any, outputs: Any, real: Any = real) -> Any:
+            sizes.append(feeds["input_ids"].shape)
+            return real(graph, feeds, outputs)
+
+        monkeypatch.setattr(kind, "run", run)
+    manifest = built(ENCODERS / "embed-bert", tmp_path, step_tokens=96, slots=4)
+    assert manifest.content.engine.limits.step_tokens_max == 96
+    assert {rows for rows, _ in sizes} >= {1, 2, 4}
+    assert max(rows * longest for rows, longest in sizes) <= 96
+
+
+def test_long_texts_are_counted_with_every_pair_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of 8,192 tokens by 8,192 take 7 GB of which no number of tokens tells."""
+
+    def engine(context: int) -> Engine:
+        limits = EngineLimits(slots=8, context=context, step_tokens_max=8192, vocab=300)
+        return Engine(target="onnxruntime-cpu", mode="canonical", precision="fp32", path="m", limits=limits, caches=())
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=6 << 30))
+    encoder_build.check_memory(engine(512), 100 << 20)
+    with pytest.raises(MachineError, match="texts of up to 8,192"):
+        encoder_build.check_memory(engine(8192), 100 << 20)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_run_that_the_memory_does_not_hold_is_the_machines_fault(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one text or of several: neither the export's fault nor a reason to run its texts alone."""
+    real = ExportGraph.run
+
+    def run(graph: Any, feeds: Any, outputs: Any) -> Any:
+        if len(feeds["input_ids"]) >= rows:
+            raise StepRetryableError("a run of the export ran out of memory (bad_alloc)")
+        return real(graph, feeds, outputs)
+
+    monkeypatch.setattr(ExportGraph, "run", run)
+    with pytest.raises(MachineError, match="fewer --step-tokens or a shorter --context") as caught:
+        built(ENCODERS / "embed-bert", tmp_path)
+    assert not isinstance(caught.value, StepRetryableError)
+
+
+def test_a_constant_of_bytes_does_not_make_an_encoder_quantised(tmp_path: Path) -> None:
+    """A byte that multiplies what fp32 weights give: the bound is that of roundings in fp32."""
+    source = copied("embed-bert", tmp_path)
+
+    def add(model: onnx.ModelProto) -> None:
+        (output,) = model.graph.output
+        (last,) = (node for node in model.graph.node if output.name in node.output)
+        last.output[0] = "before"
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.uint8), "byte"))
+        model.graph.node.extend(
+            [
+                helper.make_node("Cast", ["byte"], ["factor"], to=TensorProto.FLOAT),
+                helper.make_node("Mul", ["before", "factor"], [output.name]),
+            ]
+        )
+
+    edited(add)(source)
+    manifest = built(source, tmp_path / "stage")
+    assert manifest.content.engine.precision == "fp32"
+    assert manifest.agreement.logit_diff_bound < 1e-3  # of vectors of length 1
+
+
 # ---- tensor models -------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +501,7 @@ def test_goldens_are_the_exports_own_answers(tmp_path: Path) -> None:
     [
         ("linear", ""),
         ("lookup", ""),
-        ("centred", "is not what each gives alone"),
+        ("centred", "its ReduceMean m reduces over the rows"),
         ("counter", "step is a single number"),
     ],
 )
@@ -361,6 +569,36 @@ def test_a_spoiled_tensor_engine_is_an_accuracy_error(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(tensor_build, "write_engine", spoiled)
     with pytest.raises(AccuracyError, match="differs from its export's"):
+        built(tensor_graphs.linear(tmp_path / "x" / "m.onnx"), tmp_path / "stage")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 4e-5), (np.float16, 4e-3)])
+def test_the_bound_of_a_tensor_model_is_that_of_its_weights(dtype: Any, bound: float, tmp_path: Path) -> None:
+    """Roundings of 2^-24 or of 2^-11, as for an encoder; of outputs up to 1."""
+    path = tensor_graphs.linear(tmp_path / "x" / "m.onnx")
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    weight = numpy_helper.to_array(model.graph.initializer[0]).astype(dtype)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
+    onnx.save(model, path)
+    manifest = built(path, tmp_path / "stage")
+    assert manifest.content.tensors is not None
+    assert bound / 4 < manifest.content.tensors.tolerances["y"] < bound
+
+
+def test_a_tensor_model_that_the_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's fault, not the export's."""
+    real, seen = ExportGraph.run, []
+
+    def run(graph: Any, feeds: Any, outputs: Any) -> Any:
+        seen.append(feeds)
+        if len(seen) > 1:
+            raise StepRetryableError("a run of the export ran out of memory (bad_alloc)")
+        return real(graph, feeds, outputs)
+
+    monkeypatch.setattr(ExportGraph, "run", run)
+    with pytest.raises(MachineError, match="ran out of memory"):
         built(tensor_graphs.linear(tmp_path / "x" / "m.onnx"), tmp_path / "stage")
 
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from residentd.errors import Finding
 from residentd_build.encoders.interface import Interface, InterfaceError, Port, read_interface
-from residentd_build.encoders.kind import Evidence, Guess, misfit, recognise
+from residentd_build.encoders.kind import Evidence, Guess, may_generate, misfit, recognise
 from support import tensor_graphs
 from support.installed import EXPORTS
 
@@ -95,6 +95,28 @@ def test_a_wrong_kind_is_refused_whoever_said_it(kind: Any, shown: Evidence, say
     found = misfit(kind, shown)
     assert found is not None
     assert says in found.what
+
+
+@pytest.mark.parametrize(
+    ("architecture", "named", "possible"),
+    [
+        (CAUSAL, None, True),
+        ("GPT2LMHeadModel", None, True),
+        ("Gemma3ForConditionalGeneration", None, True),
+        ("", None, True),
+        ("BertModel", None, False),
+        (MASKED, None, False),
+        (SEQUENCE, None, False),
+        (CAUSAL, POOLING, False),
+        ("", (), False),
+    ],
+)
+def test_what_may_generate_is_told_without_its_graph(
+    architecture: str, named: tuple[str, ...] | None, *, possible: bool
+) -> None:
+    """By config.json's class and modules.json: of a graph that cannot be read, the right findings are shown."""
+    config = {"architectures": [architecture]} if architecture else {}
+    assert may_generate(config, named) is possible
 
 
 FILES = sorted({*EXPORTS.glob("*/model.onnx"), *ENCODERS.glob("*/model.onnx")})

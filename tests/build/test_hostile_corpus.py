@@ -1,7 +1,7 @@
 """Broken and hostile directories, through the compiler as it is run: refused with a way out, in little time and memory.
 
-What each part of a directory may be is tested where it is read; here every kind of trap is sprung once, in a process
-whose processor time and memory are measured.
+What each part of a directory may be is tested where it is read; here every kind of trap is sprung once for each kind of
+model, in a process whose processor time and memory are measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ import pytest
 from lowering import EXPORTS
 from onnx import TensorProto, helper, numpy_helper
 
+from support import tensor_graphs
+
 CPU_S_MAX = 30.0  # of processor time; a build of the honest directory takes 4
 WALL_S_MAX = 150.0
 PEAK_BYTES_MAX = 600 << 20  # the interpreter with its libraries takes 130; two million parsed nodes take 290
@@ -34,12 +36,24 @@ SAMPLE_S = 0.02
 MARGIN_BYTES = 8 << 30  # what other processes may give back meanwhile
 SPARSE_BYTES = 1 << 40
 
+ENCODERS = EXPORTS.parent / "encoders"
+MODELS = {
+    "embedder": "embed-bert",
+    "bytes": "embed-roberta",
+    "classifier": "classify-distilbert",
+    "reranker": "rerank-bert",
+}
+EXTERNAL = "-external"  # ends the name of an export whose weights lie in model.onnx_data
+
 Spoil = Callable[[Path], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Trap:
-    """How a directory is spoiled, and what its findings must say and where. `kind`: source, or machine for its size."""
+    """How a directory is spoiled, and what its findings must say and where. `kind`: source, or machine for its size.
+
+    `export` is the name of one of EXPORTS, or of MODELS, or "tensor".
+    """
 
     spoil: Spoil
     what: str
@@ -149,7 +163,7 @@ def cycle(model: onnx.ModelProto) -> None:
 
 
 def self_loop(model: onnx.ModelProto) -> None:
-    node = next(node for node in model.graph.node if node.op_type == "Add")
+    node = model.graph.node[-1]
     node.input[0] = node.output[0]
 
 
@@ -157,7 +171,7 @@ def nested(model: onnx.ModelProto, levels: int = 13) -> None:
     """Branches in branches, twice as many at each level; protobuf itself allows some 20 levels."""
     inner = None
     for level in range(levels):
-        node = helper.make_node("Identity", ["input_ids"], [f"level.{level}"])
+        node = helper.make_node("Identity", [model.graph.input[0].name], [f"level.{level}"])
         if inner is not None:
             node = helper.make_node("If", ["yes"], [f"level.{level}"], then_branch=inner, else_branch=inner)
         name = f"level.{level}"
@@ -171,13 +185,39 @@ def empty_nodes(model: onnx.ModelProto) -> None:
 
 def many_nodes(model: onnx.ModelProto) -> None:
     """Each of them right, and nobody wants what they compute."""
-    model.graph.node.extend(helper.make_node("Identity", ["input_ids"], [f"copy.{index}"]) for index in range(300_000))
+    source = model.graph.input[0].name
+    model.graph.node.extend(helper.make_node("Identity", [source], [f"copy.{index}"]) for index in range(300_000))
 
 
-def add_to_logits(model: onnx.ModelProto, nodes: list[onnx.NodeProto], constants: Mapping[str, np.ndarray]) -> None:
-    """`nodes` make a value "extra", of which the logits feel nothing but that it must be computed."""
+def hidden_domain(model: onnx.ModelProto) -> None:
+    """An operator that nobody knows, in a branch of a branch."""
+    node = helper.make_node("Magic", [model.graph.input[0].name], ["magic"], domain="com.example")
+    for level in range(2):
+        name = node.output[0]
+        branch = helper.make_graph([node], name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)])
+        node = helper.make_node("If", ["yes"], [f"level.{level}"], then_branch=branch, else_branch=branch)
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+    model.graph.node.append(node)
+    model.opset_import.append(helper.make_opsetid("com.example", 1))
+
+
+def functions(model: onnx.ModelProto) -> None:
+    body = [helper.make_node("Identity", ["x"], ["y"])]
+    model.functions.append(helper.make_function("local", "Copy", ["x"], ["y"], body, model.opset_import[:1]))
+
+
+def sparse(model: onnx.ModelProto) -> None:
+    """Weights of which the file holds the few that are not zero: a kilobyte may claim a terabyte."""
+    values = numpy_helper.from_array(np.ones(1, np.float32), "sparse")
+    indices = numpy_helper.from_array(np.zeros(1, np.int64), "sparse_indices")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [1 << 38]))
+
+
+def add_to_output(model: onnx.ModelProto, nodes: list[onnx.NodeProto], constants: Mapping[str, np.ndarray]) -> None:
+    """`nodes` make a value "extra", of which the output feels nothing but that it must be computed."""
+    output = model.graph.output[0].name
     for value in model.graph.node:
-        value.output[:] = ["plain_logits" if name == "logits" else name for name in value.output]
+        value.output[:] = ["plain" if name == output else name for name in value.output]
     zero = {"zero": np.array(0, np.float32)}
     model.graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in (zero | dict(constants)).items()
@@ -187,7 +227,7 @@ def add_to_logits(model: onnx.ModelProto, nodes: list[onnx.NodeProto], constants
             *nodes,
             helper.make_node("ReduceMax", ["extra"], ["largest"], keepdims=0),
             helper.make_node("Mul", ["largest", "zero"], ["nothing"]),
-            helper.make_node("Add", ["plain_logits", "nothing"], ["logits"]),
+            helper.make_node("Add", ["plain", "nothing"], [output]),
         ]
     )
 
@@ -211,19 +251,19 @@ def endless(model: onnx.ModelProto) -> None:
         ],
     )
     constants = {"turns": np.array(1 << 62, np.int64), "yes": np.array(True)}
-    add_to_logits(model, [helper.make_node("Loop", ["turns", "yes", "plain_logits"], ["extra"], body=turn)], constants)
+    add_to_output(model, [helper.make_node("Loop", ["turns", "yes", "plain"], ["extra"], body=turn)], constants)
 
 
 def huge_value(model: onnx.ModelProto, asked: int = 512 << 30) -> None:
     """A node that asks for half a terabyte, of a length that only a step knows."""
     side = np.array([asked // 4], np.int64)
     nodes = [
-        helper.make_node("Shape", ["input_ids"], ["ids_shape"]),
+        helper.make_node("Shape", [model.graph.input[0].name], ["ids_shape"]),
         helper.make_node("Gather", ["ids_shape", "batch_axis"], ["batch"]),
         helper.make_node("Mul", ["batch", "side"], ["elements"]),
         helper.make_node("ConstantOfShape", ["elements"], ["extra"]),
     ]
-    add_to_logits(model, nodes, {"side": side, "batch_axis": np.array([0], np.int64)})
+    add_to_output(model, nodes, {"side": side, "batch_axis": np.array([0], np.int64)})
 
 
 def greedy_value(model: onnx.ModelProto) -> None:
@@ -273,6 +313,25 @@ def growing_text(directory: Path) -> None:
     path.write_text(json.dumps(tokenizer | {"normalizer": {"type": "Sequence", "normalizers": steps}}))
 
 
+def at_random(directory: Path) -> None:
+    """A tokenizer that leaves out merges as dice say."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    path.write_text(json.dumps(tokenizer | {"model": tokenizer["model"] | {"dropout": 0.1}}))
+
+
+def dense(directory: Path) -> None:
+    path = directory / "modules.json"
+    module = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
+    path.write_text(json.dumps([*json.loads(path.read_text()), module]))
+
+
+def pooling_above(directory: Path) -> None:
+    (directory / "1_Pooling").rename(directory.parent / "outside")
+    path = directory / "modules.json"
+    path.write_text(path.read_text().replace("1_Pooling", "../outside"))
+
+
 TRAPS: Mapping[str, Trap] = {
     # what is missing or cut
     "no model": Trap(removed("model.onnx"), "is missing", "model.onnx"),
@@ -316,6 +375,9 @@ TRAPS: Mapping[str, Trap] = {
     "branches in branches": Trap(graph(nested), "not a well-formed ONNX model", "model.onnx"),
     "millions of empty nodes": Trap(graph(empty_nodes), "nodes", "model.onnx"),
     "nodes without number": Trap(graph(many_nodes), "nodes", "model.onnx"),
+    "functions of its own": Trap(graph(functions), "model-local functions", "model.onnx"),
+    "sparse weights": Trap(graph(sparse), "sparse weights", "model.onnx"),
+    "operators of nobody": Trap(graph(hidden_domain), "operators of com.example", "model.onnx"),
     "a matrix a row short": Trap(graph(other_shape), "cannot run the export", "model.onnx"),
     # what computes, and should not
     "a loop without end": Trap(graph(endless), "did not end within", "model.onnx"),
@@ -343,10 +405,120 @@ TRAPS: Mapping[str, Trap] = {
     "a tokenizer that does not end": Trap(greedy_pattern, "gives up on this text", "tokenizer.json"),
     "a tokenizer that grows": Trap(growing_text, "more than 256 characters of one", "tokenizer.json"),
     "JSON that nests": Trap(text("config.json", "[" * 200_000), "not valid JSON", "config.json"),
+    "half a surrogate pair": Trap(text("config.json", '{"model_type": "\\ud800"}'), "half a surrogate", "config.json"),
     "text that is no UTF-8": Trap(
         lambda directory: (directory / "chat_template.jinja").write_bytes(b"\xff\xfe") and None, "UTF-8"
     ),
 }
+
+
+OF_ANY_MODEL = (
+    "half a model",
+    "an empty model",
+    "no data file",
+    "half a data file",
+    "a model with another name",
+    "data with another name",
+    "a model behind a link",
+    "a model that is a pipe",
+    "data above the directory",
+    "data of the machine",
+    "a huge length",
+    "a huge offset",
+    "an offset before the file",
+    "a terabyte nobody uses",
+    "a terabyte of weights",
+    "impossible dimensions",
+    "a cycle",
+    "a node that reads itself",
+    "branches in branches",
+    "millions of empty nodes",
+    "nodes without number",
+    "functions of its own",
+    "sparse weights",
+    "operators of nobody",
+    "a loop without end",
+    "a weight that is no number",
+    "JSON that nests",
+    "half a surrogate pair",
+)
+OF_ANY_TOKENIZER = (
+    "no model",
+    "no tokenizer",
+    "half a tokenizer",
+    "an empty tokenizer",
+    "a tokenizer behind a link",
+    "half a configuration",
+    "a tokenizer that does not end",
+    "a tokenizer that grows",
+    "a value of half a terabyte",
+    "a value of more than is free",
+    "weights that overflow",
+)
+OF_ANY_HEAD = ("no tokenizer", "half a configuration", "a cycle", "a weight that is no number")
+"""Of the other encoders: what is read before their kinds part is tried with one of them."""
+
+
+def of(export: str, *names: str) -> Mapping[str, Trap]:
+    """The same traps for another export."""
+    traps = {name: TRAPS[name] for name in names}
+    return {
+        f"{export}: {name}": replace(trap, export=f"{export}{EXTERNAL if trap.export.endswith(EXTERNAL) else ''}")
+        for name, trap in traps.items()
+    }
+
+
+ANY = {
+    **TRAPS,
+    **of("embedder", *OF_ANY_MODEL, *OF_ANY_TOKENIZER),
+    **of("classifier", *OF_ANY_HEAD),
+    **of("reranker", *OF_ANY_HEAD),
+    **of("tensor", *OF_ANY_MODEL),
+    "embedder: a matrix a row short": Trap(
+        graph(other_shape), "cannot run the export", "model.onnx", export="embedder"
+    ),
+    "tensor: a matrix a row short": Trap(graph(other_shape), "cannot run the export", "model.onnx", export="tensor"),
+    "tensor: a value of half a terabyte": Trap(graph(huge_value), "ran out of memory", kind="machine", export="tensor"),
+    "embedder: a name of megabytes": Trap(graph(long_name), "described in 3,0", "model.onnx", export="embedder"),
+    "tensor: a name of megabytes": Trap(graph(long_name), "described in 3,0", "model.onnx", export="tensor"),
+    "bytes: a tokenizer that encodes at random": Trap(at_random, "dropout is 0.1", "tokenizer.json", export="bytes"),
+    "embedder: half the modules": Trap(
+        truncated("modules.json", 0.5), "not valid JSON", "modules.json", export="embedder"
+    ),
+    "embedder: half of how to pool": Trap(
+        truncated("1_Pooling/config.json", 0.5), "not valid JSON", "1_Pooling/config.json", export="embedder"
+    ),
+    "embedder: a module that nothing computes": Trap(
+        dense, "nothing here computes Dense", "modules.json", export="embedder"
+    ),
+    "embedder: a module above the directory": Trap(
+        pooling_above, "leaves the directory", "../outside/config.json", export="embedder"
+    ),
+    "embedder: no room for a text": Trap(
+        keys("config.json", max_position_embeddings=1), "max_position_embeddings", "config.json", export="embedder"
+    ),
+    "embedder: a prompt that is no text": Trap(
+        text("config_sentence_transformers.json", '{"prompts": {"a": "\\udfff"}}'),
+        "half a surrogate",
+        "config_sentence_transformers.json",
+        export="embedder",
+    ),
+}
+
+
+def export_of(name: str, directory: Path) -> Path:
+    """A private, honest copy."""
+    model = name.removesuffix(EXTERNAL)
+    if model == "tensor":
+        tensor_graphs.linear(directory / "model.onnx")
+    elif model in MODELS:
+        shutil.copytree(ENCODERS / MODELS[model], directory)
+    else:
+        return Path(shutil.copytree(EXPORTS / name, directory))
+    if name.endswith(EXTERNAL):
+        options = {"save_as_external_data": True, "location": "model.onnx_data", "size_threshold": 0}
+        onnx.save(onnx.load(directory / "model.onnx"), directory / "model.onnx", **options)
+    return directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +533,7 @@ class Run:
 
 def compiler(source: Path, state: Path) -> Run:
     command = [sys.executable, "-m", "residentd_build", str(source), "--state", str(state), "--name", "trap"]
-    command += ["--context", "64", "--slots", "2", "--step-tokens", "32", "--json"]
+    command += ["--slots", "2", "--step-tokens", "32", "--json"]
     with (state.parent / "events").open("w+") as events:
         process = subprocess.Popen(command, stdout=events)
         watchdog = threading.Timer(WALL_S_MAX, process.kill)
@@ -388,11 +560,11 @@ def _followed(process: subprocess.Popen[bytes]) -> tuple[int, resource.struct_ru
         time.sleep(SAMPLE_S)
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", ANY)
 def test_a_trap_is_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
     """By a finding that names place and remedy; nothing is left behind, and little was spent on it."""
-    trap = TRAPS[name]
-    directory = Path(shutil.copytree(EXPORTS / trap.export, tmp_path / "export"))
+    trap = ANY[name]
+    directory = export_of(trap.export, tmp_path / "export")
     trap.spoil(directory)
     run = compiler(directory, tmp_path / "state")
     assert (run.event["event"], run.event["kind"]) == ("failed", trap.kind), run.event

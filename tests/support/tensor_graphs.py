@@ -37,6 +37,28 @@ def centred(path: Path) -> Path:
     return write(path, nodes, [("x", TensorProto.FLOAT, ["n", 4])], [("y", TensorProto.FLOAT, ["n", 4])])
 
 
+def detections(path: Path) -> Path:
+    """y [found] = what of x [n, 4] is above a half, all rows together: how much is whose, no shape tells."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "flat"], ["f"]),
+        helper.make_node("Greater", ["f", "half"], ["c"]),
+        helper.make_node("Compress", ["f", "c"], ["y"], axis=0),
+    ]
+    weights = {"flat": np.array([-1], np.int64), "half": np.array(0.5, np.float32)}
+    inputs, outputs = [("x", TensorProto.FLOAT, ["n", 4])], [("y", TensorProto.FLOAT, ["found"])]
+    return write(path, nodes, inputs, outputs, **weights)
+
+
+def largest(path: Path) -> Path:
+    """y [n, 4] = x over the largest of the whole run: the made-up inputs of a build all have the same."""
+    nodes = [
+        helper.make_node("Abs", ["x"], ["a"]),
+        helper.make_node("ReduceMax", ["a"], ["m"], keepdims=0),
+        helper.make_node("Div", ["x", "m"], ["y"]),
+    ]
+    return write(path, nodes, [("x", TensorProto.FLOAT, ["n", 4])], [("y", TensorProto.FLOAT, ["n", 4])])
+
+
 def counter(path: Path) -> Path:
     """out [1] = state [1] + step, and the new state: the caller carries it, as with silero-vad."""
     nodes = [

@@ -22,7 +22,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 
 
 class InterfaceError(ValueError):
-    """The file is not one whose inputs and outputs can be read."""
+    """The file is not one whose inputs and outputs can be read. The text is a finding about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def read_interface(view: memoryview) -> Interface:
                 if inner in {GRAPH_INPUT, GRAPH_OUTPUT}:
                     (inputs if inner == GRAPH_INPUT else outputs).append(_port(port))
                 if len(inputs) + len(outputs) > PORTS_MAX:
-                    raise InterfaceError(f"more than {PORTS_MAX:,} inputs and outputs")
+                    raise InterfaceError(f"it has more than {PORTS_MAX:,} inputs and outputs")
     return Interface(tuple(inputs), tuple(outputs))
 
 
@@ -82,11 +82,13 @@ def _axis(axis: onnx.TensorShapeProto.Dimension) -> int | str:
 
 def _port(data: memoryview) -> Port:
     if len(data) > PORT_BYTES_MAX:
-        raise InterfaceError(f"an input or output is described in {len(data):,} bytes")
+        raise InterfaceError(
+            f"an input or output is described in {len(data):,} bytes; at most {PORT_BYTES_MAX:,} are read"
+        )
     try:
         return port_of(onnx.ValueInfoProto.FromString(bytes(data)))
     except (DecodeError, ValueError) as error:
-        raise InterfaceError("an input or output is malformed") from error
+        raise InterfaceError("it is not an ONNX file: an input or output is malformed") from error
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
     from residentd_build.encoders.interface import Interface, Port
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+MODEL_KINDS: tuple[Kind, ...] = get_args(Kind)
 CACHE = re.compile(r"past_key|past\.|present[._]|past_\d|cache_params|past_key_values")
 TOKENS = "input_ids"
 TOKEN_VECTORS = ("last_hidden_state", "token_embeddings")
 SENTENCE_VECTOR = "sentence_embedding"
 LOGITS = "logits"
 CLASSIFIER = "ForSequenceClassification"
+GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of transformers' classes end
+ENCODERS = ("Model", "ForMaskedLM", CLASSIFIER)
 NAMED_MAX = 8
 FEATURES_AGAIN = "Export it with `optimum-cli export onnx --task feature-extraction`"
 CLASSES_AGAIN = "Export it with `optimum-cli export onnx --task text-classification`"
@@ -29,7 +31,7 @@ CLASSES_AGAIN = "Export it with `optimum-cli export onnx --task text-classificat
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a directory shows. `modules`: class names of modules.json, last parts only; None without the file."""
+    """What a directory shows. `modules`: names of modules.json's modules; None without the file."""
 
     interface: Interface
     config: Mapping[str, Any]
@@ -59,13 +61,19 @@ def recognise(evidence: Evidence) -> Guess | Finding:
         return _classifier(evidence, logits)
     if any(interface.output(name) is not None for name in TOKEN_VECTORS):
         return Guess("embed", f"its outputs are {named(interface.outputs)}")
-    if logits is not None and (not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))):
+    if logits is not None and (not architecture or architecture.endswith(GENERATORS)):
         return Guess("generate", f"config.json says {architecture or 'nothing'} and it gives logits")
     if logits is not None:
         what = f"config.json says {cut(architecture)}, which nothing here serves as such"
         remedy = f"{FEATURES_AGAIN} to embed with it, or install it with --kind tensor to be called with its tensors"
         return Finding(what, "config.json", remedy)
     return Guess("tensor", f"it takes {named(interface.inputs)} and gives {named(interface.outputs)}")
+
+
+def may_generate(config: Mapping[str, Any], modules: tuple[str, ...] | None) -> bool:
+    """Whether config.json and modules.json alone leave it possible."""
+    architecture = architecture_of(config)
+    return modules is None and (architecture.endswith(GENERATORS) or not architecture.endswith(ENCODERS))
 
 
 def misfit(kind: Kind, evidence: Evidence) -> Finding | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from residentd.models.encoder import Pooling
-    from residentd_build.encoders.reading import Reader
+    from residentd_build.reading import Reader
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
@@ -20,6 +20,9 @@ LENGTH_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+TRANSFORMER, POOLING, NORMALISE = ORDER = ("Transformer", "Pooling", "Normalize")
+"""All that can be computed after a graph, or that the graph stands for."""
+OWN_PACKAGES = frozenset({"", "sentence_transformers"})
 MODULES_MAX = 16
 PROMPTS_MAX = 256
 PROMPT_CHARS_MAX = 4096
@@ -41,10 +44,15 @@ IN_THE_GRAPH = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sentence:
-    """`modules`: class names of modules.json, last parts only; None without the file."""
+class Module:
+    """An entry of modules.json. `name` is the class's, with its package where that is nobody's whom we know."""
 
-    modules: tuple[str, ...] | None = None
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
     pooling: tuple[Pooling, ...] = ()
     normalise: bool = False
     tokens_max: int | None = None
@@ -54,35 +62,43 @@ class Sentence:
     similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
 
 
-def modules_of(reader: Reader) -> tuple[tuple[str, str], ...] | None:
-    """Class name and folder of each module, in their order; None without modules.json."""
+def modules_of(reader: Reader) -> tuple[Module, ...] | None:
+    """In their order; None without modules.json, none where it is wrong."""
     entries: list[Any] = reader.json(MODULES_FILE, list)
     if not entries:
-        return None
+        return () if MODULES_FILE in reader.directory.names("") else None
     found = []
-    for entry in entries[:MODULES_MAX]:
+    for entry in entries[: MODULES_MAX + 1]:
         kind = entry.get("type") if isinstance(entry, dict) else None
         path = entry.get("path", "") if isinstance(entry, dict) else None
         if not isinstance(kind, str) or not isinstance(path, str):
             reader.add(f"an entry is {cut(json.dumps(entry))}; type and path are needed", MODULES_FILE, RESTORE)
             return ()
-        found.append((kind.rpartition(".")[2], path))
+        found.append(Module(_name_of(kind), path))
+    if len(found) > MODULES_MAX:
+        reader.add(f"it has {len(entries):,} modules; at most {MODULES_MAX} are read", MODULES_FILE, RESTORE)
+        return ()
     return tuple(found)
 
 
-def read_sentence(reader: Reader, modules: Sequence[tuple[str, str]] | None, *, whole_graph: bool) -> Sentence:
+def _name_of(kind: str) -> str:
+    """Whatever class runs the transformer, the graph stands for it; of the others only the library's own are known."""
+    package, _, name = kind.rpartition(".")
+    return name if name == TRANSFORMER or package.partition(".")[0] in OWN_PACKAGES else kind
+
+
+def read_sentence(reader: Reader, modules: Sequence[Module] | None, *, whole_graph: bool) -> Sentence:
     """`whole_graph`: the graph gives sentence vectors, so what the modules do is in it."""
-    names = None if modules is None else tuple(name for name, _ in modules)
+    names = tuple(module.name for module in modules or ())
     pooling: tuple[Pooling, ...] = ()
-    if modules and not whole_graph:
+    if modules is not None and not whole_graph:
         pooling = _pooling_of(reader, modules)
-        _check_order(reader, names or ())
-    length, lowercase = _length(reader)
+        _check_order(reader, names)
+    length, lowercase = _length(reader, modules or ())
     prompts, default, similarity = _prompts(reader)
     return Sentence(
-        modules=names,
         pooling=pooling,
-        normalise="Normalize" in (names or ()) and not whole_graph,
+        normalise=NORMALISE in names and not whole_graph,
         tokens_max=length,
         lowercase=lowercase,
         prompts=prompts,
@@ -91,22 +107,33 @@ def read_sentence(reader: Reader, modules: Sequence[tuple[str, str]] | None, *, 
     )
 
 
+def refuse_modules(reader: Reader, modules: Sequence[Module] | None) -> None:
+    """A graph that gives logits has its head in it: what else should follow the transformer would be left out."""
+    others = [cut(module.name, 40) for module in modules or () if module.name != TRANSFORMER]
+    if others:
+        what = f"it has the modules {', '.join(others)}, and nothing is computed after a graph that gives logits"
+        remedy = "Export the model with them in its graph, or remove the file if the logits are what it answers"
+        reader.add(what, MODULES_FILE, remedy)
+
+
 def _check_order(reader: Reader, names: Sequence[str]) -> None:
     """Transformer, Pooling, perhaps Normalize: all else would have to be in the graph."""
-    if tuple(names) not in {("Transformer", "Pooling"), ("Transformer", "Pooling", "Normalize")}:
-        what = (
-            f"its modules are {', '.join(cut(name, 40) for name in names)}; only Transformer, Pooling and Normalize, "
-        )
-        reader.add(f"{what}in this order, can follow a graph that gives token vectors", MODULES_FILE, IN_THE_GRAPH)
+    if tuple(names) in {ORDER, ORDER[:2]} or reader.is_wrong(MODULES_FILE):
+        return
+    listed = ", ".join(cut(name, 40) for name in names) or "none"
+    others = [cut(name, 40) for name in names if name not in ORDER]
+    without = f", and nothing here computes {', '.join(others)}" if others else ""
+    what = f"its modules are {listed}{without}; only {', '.join(ORDER[:2])} and {NORMALISE}, in this order, "
+    reader.add(f"{what}can follow a graph that gives token vectors", MODULES_FILE, IN_THE_GRAPH)
 
 
-def _pooling_of(reader: Reader, modules: Sequence[tuple[str, str]]) -> tuple[Pooling, ...]:
-    folder = next((path for name, path in modules if name == "Pooling"), None)
+def _pooling_of(reader: Reader, modules: Sequence[Module]) -> tuple[Pooling, ...]:
+    folder = next((module.folder for module in modules if module.name == POOLING), None)
     if folder is None:
         return ()
     where = f"{folder}/config.json" if folder else "config.json"
     config: dict[str, Any] = reader.json(where, needed="Copy it from the model's repository: it says how to pool")
-    if not config:
+    if reader.is_wrong(where):
         return ()
     if config.get("include_prompt") is False:
         reader.add("it leaves the prompt out of the pooling, which is not supported", where, IN_THE_GRAPH)
@@ -123,9 +150,10 @@ def _named_modes(value: object) -> tuple[Pooling, ...]:
     return tuple(mode for _, mode in FLAGS if mode in spelled)
 
 
-def _length(reader: Reader) -> tuple[int | None, bool]:
-    """max_seq_length, and whether texts are lowered before the tokenizer."""
-    for name in LENGTH_FILES:
+def _length(reader: Reader, modules: Sequence[Module]) -> tuple[int | None, bool]:
+    """max_seq_length, and whether texts are lowered before the tokenizer: from the transformer's own folder."""
+    folder = next((module.folder for module in modules if module.name == TRANSFORMER), "")
+    for name in (f"{folder}/{file}" if folder else file for file in LENGTH_FILES):
         config: dict[str, Any] = reader.json(name)
         if not config:
             continue

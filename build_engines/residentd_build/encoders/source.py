@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import onnx_ir as ir
 
-from residentd.errors import Finding, OperatorError
+from residentd.errors import Finding
 from residentd.models.encoder import Activation, Encoder, Kind, TextInput
 from residentd.text.limits import TOKENIZER_BYTES_MAX
-from residentd.text.tokenizer import Tokenizer
 from residentd_build.encoders.interface import port_of
 from residentd_build.encoders.kind import CLASSES_AGAIN, FEATURES_AGAIN, LOGITS, SENTENCE_VECTOR, TOKEN_VECTORS, named
-from residentd_build.encoders.sentence import MODULES_FILE, Sentence, read_sentence
+from residentd_build.encoders.sentence import MODULES_FILE, Sentence, read_sentence, refuse_modules
 from residentd_build.foreign import cut, token_id_of
 from residentd_build.options import CONTEXT_MAX
 from residentd_build.source import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from residentd_build.text_source import read_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from residentd.text.tokenizer import Tokenizer
     from residentd_build.encoders.interface import Interface
-    from residentd_build.encoders.reading import Reader
+    from residentd_build.encoders.sentence import Module
     from residentd_build.model_file import ModelFile
+    from residentd_build.reading import Reader
 
 TEXT_INPUTS: tuple[TextInput, ...] = get_args(TextInput)
 TOKENS_DEFAULT = 512  # where nothing says how long a text may be
@@ -65,20 +67,23 @@ def read_encoder(
     interface: Interface,
     config: Mapping[str, Any],
     *,
-    modules: Sequence[tuple[str, str]] | None,
+    modules: Sequence[Module] | None,
     context: int | None,
 ) -> tuple[Encoder, int, Tokenizer | None, bytes]:
     """What the files beside the graph say. Everything that is wrong becomes a finding of `reader`."""
     tokenizer_config: dict[str, Any] = reader.json(TOKENIZER_CONFIG_FILE)
     again = FEATURES_AGAIN if kind == "embed" else CLASSES_AGAIN
     data = reader.bytes(TOKENIZER_FILE, TOKENIZER_BYTES_MAX, needed=f"{again}, which writes it") or b""
-    tokenizer = _tokenizer(data, reader) if data else None
+    tokenizer, wrong = read_tokenizer(data) if data else (None, [])
+    reader.findings += wrong
     output = _output(kind, interface)
     sentence = read_sentence(reader, modules, whole_graph=output == SENTENCE_VECTOR) if kind == "embed" else Sentence()
     if kind == "embed" and output != SENTENCE_VECTOR and modules is None:
         what = "nothing says how the vectors of a text's tokens become one: there is no modules.json"
         remedy = "Copy modules.json, 1_Pooling and sentence_bert_config.json from the model's repository beside it"
         reader.add(what, MODULES_FILE, remedy)
+    if kind != "embed":
+        refuse_modules(reader, modules)
     labels = () if kind == "embed" else _labels(config, interface, reader)
     encoder = Encoder(
         inputs=_inputs(interface, reader),
@@ -129,16 +134,6 @@ def _inputs(interface: Interface, reader: Reader) -> tuple[TextInput, ...]:
         what = f"it has inputs that an encoder of text does not have: {named(tuple(unknown))}"
         reader.add(what, "model.onnx", "Export the text model alone, or install it with --kind tensor")
     return tuple(name for name in TEXT_INPUTS if name in interface.input_names)
-
-
-def _tokenizer(data: bytes, reader: Reader) -> Tokenizer | None:
-    """Loaded as the daemon loads it: what it would refuse is a finding now."""
-    try:
-        return Tokenizer(data)
-    except OperatorError as error:
-        what = str(error).splitlines()[0][:300]
-        reader.add(what, TOKENIZER_FILE, "Save the tokenizer again with transformers' save_pretrained, as a fast one")
-        return None
 
 
 def _pad_id(config: Mapping[str, Any], tokenizer: Tokenizer | None, data: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,7 +13,7 @@ import onnx_ir as ir
 
 from residentd.backend.graph import GraphError
 from residentd.backend.tensor_model import golden_feeds
-from residentd.errors import Finding, SourceError, StepRetryableError
+from residentd.errors import Finding, MachineError, SourceError, StepRetryableError
 from residentd.models.encoder import TensorSpec, TensorType
 from residentd_build.encoders.interface import port_of
 from residentd_build.encoders.kind import architecture_of
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     from residentd.backend.graph import Graph
     from residentd_build.encoders.directory import Opened
-    from residentd_build.encoders.reading import Reader
     from residentd_build.model_file import ModelFile
+    from residentd_build.reading import Reader
 
     Shapes = dict[str, tuple[int, ...]]
     Found = tuple[Shapes, int]
@@ -38,6 +39,7 @@ SIZES: Final = (64, 32, 128, 224, 256, 512, 576, 640, 320, 48, 16, 8, 4, 2, 1)
 WHOLE_MAX: Final = (255, 1)
 """Of whole numbers that an input is filled with: bytes and pixels; else what every table has a row for."""
 TRIES_MAX: Final = 400
+LOOKED_AT_MAX: Final = 10_000  # with those that are too large to be tried
 TRIES_S_MAX: Final = 60.0
 ELEMENTS_MAX: Final = 1 << 24  # of one made-up input
 INPUTS_MAX: Final = 256
@@ -62,14 +64,14 @@ class TensorSource:
 def read(opened: Opened) -> TensorSource:
     """The whole source, or every finding. Raises SourceError."""
     reader, file = opened.reader, opened.file
-    model = reader.model(file)
+    model = reader.model(file.path)
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     if model is not None:
         given = model.graph.initializers
         inputs = _specs([value for value in model.graph.inputs if value.name not in given], "input", file.path, reader)
         outputs = _specs(model.graph.outputs, "output", file.path, reader)
-    reader.raise_if_any()
+    sha256 = reader.settle(model, file.path)
     assert model is not None
     name = opened.config.get("model_type") or architecture_of(opened.config) or model.graph.name or "graph"
     return TensorSource(
@@ -79,29 +81,41 @@ def read(opened: Opened) -> TensorSource:
         inputs=inputs,
         outputs=outputs,
         model=model,
-        sha256=reader.digest.hexdigest(),
+        sha256=sha256,
     )
 
 
 def shapes_that_run(graph: Graph, source: TensorSource, asked: Mapping[str, tuple[int, ...]]) -> Found:
     """Input shapes, the first axis 1 where it is free, and whole numbers that the export runs with.
 
-    Raises SourceError.
+    Raises SourceError, and MachineError where sizes were left out for lack of memory and none other runs.
 
     What the operator named is taken; the rest is tried, since nothing in a file says which sizes fit together.
     """
     deadline = time.monotonic() + TRIES_S_MAX
     last = "no size fits its fixed axes"
-    tries = itertools.product(_candidates(source.inputs, asked), WHOLE_MAX)
-    for shapes, whole_max in itertools.islice(tries, TRIES_MAX):
+    lacking = ""
+    tries = ((shapes, whole_max) for shapes in _candidates(source.inputs, asked) for whole_max in WHOLE_MAX)
+    tried = 0
+    for shapes, whole_max in itertools.islice(tries, LOOKED_AT_MAX):
+        if tried == TRIES_MAX or time.monotonic() > deadline:
+            break
+        if any(math.prod(shape) > ELEMENTS_MAX for shape in shapes.values()):
+            continue
+        tried += 1
         try:
             graph.run(golden_feeds(source.inputs, shapes, 0, whole_max), [spec.name for spec in source.outputs])
-        except (GraphError, StepRetryableError) as error:
+        except StepRetryableError as error:
+            lacking = str(error)
+        except GraphError as error:
             last = str(error)
         else:
             return shapes, whole_max
-        if time.monotonic() > deadline:
-            break
+    if lacking:
+        raise MachineError(
+            f"no sizes of the model's free axes were found that it runs with in the memory that this machine has free: "
+            f"{cut(lacking, 150)}. Free some, or name small sizes, for example --shape INPUT=1x3x48x320"
+        )
     free = ", ".join(f"{spec.name}{list(spec.shape)}" for spec in source.inputs)
     what = f"no sizes of its free axes were found that it runs with: {cut(free, 200)}; the last said: {cut(last, 150)}"
     raise SourceError([Finding(what, source.file.path, "Name them, for example --shape INPUT=1x3x48x320")])
@@ -132,12 +146,10 @@ def _candidates(specs: Sequence[TensorSpec], asked: Mapping[str, tuple[int, ...]
     if not open_axes:
         yield _filled(specs, fixed, asked)
         return
-    same = [tuple([size] * len(open_axes)) for size in SIZES]
+    same = (tuple([size] * len(open_axes)) for size in SIZES)
     mixed = itertools.product(SIZES, repeat=len(open_axes)) if len(open_axes) > 1 else ()
     for sizes in itertools.chain(same, mixed):
-        shapes = _filled(specs, fixed | dict(zip(open_axes, sizes, strict=True)), asked)
-        if all(_elements(shape) <= ELEMENTS_MAX for shape in shapes.values()):
-            yield shapes
+        yield _filled(specs, fixed | dict(zip(open_axes, sizes, strict=True)), asked)
 
 
 def _keys(spec: TensorSpec) -> list[str]:
@@ -156,13 +168,6 @@ def _filled(specs: Sequence[TensorSpec], sizes: Mapping[str, int], asked: Mappin
         )
         for spec in specs
     }
-
-
-def _elements(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _specs(values: Iterable[ir.Value], what: str, where: str, reader: Reader) -> tuple[TensorSpec, ...]:

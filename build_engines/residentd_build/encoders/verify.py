@@ -16,18 +16,26 @@ import numpy as np
 from residentd.backend.encoder import EncoderModel
 from residentd.backend.graph import GraphError
 from residentd.backend.onnxruntime_graph import OnnxRuntimeGraph
-from residentd.backend.samples import distance
+from residentd.backend.samples import distance, scale_of
 from residentd.calls import TextRow
-from residentd.errors import AccuracyError, Finding, MachineError, SourceError
+from residentd.errors import AccuracyError, Finding, MachineError, SourceError, StepRetryableError
+from residentd.models import statistics
 from residentd.models.encoder import RowGolden
 from residentd.models.manifest import Agreement
+from residentd_build import watchdog
+from residentd_build.compatibility import precision_of
+from residentd_build.encoders.export import ExportGraph, weight_bytes_of
+from residentd_build.encoders.margins import MARGINS
+from residentd_build.encoders.rows import doubt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from residentd.backend.graph import Array, Floats
+    from residentd.backend.graph import Array, Floats, Graph
     from residentd.models.encoder import Encoder
+    from residentd.models.manifest import EngineLimits
+    from residentd_build.encoders.margins import Margins
     from residentd_build.encoders.source import EncoderSource
 
     Progress = Callable[[float, str], None]
@@ -35,33 +43,12 @@ if TYPE_CHECKING:
 SEED = 20261201
 RANDOM_LENGTHS = (2, 7, 8, 9, 16, 17, 31, 33, 64, 100, 128)
 REPEATS = 4
+COMPANY_ROWS = 16  # of a run of the export
 GOLDENS = 6
 NOISE_FACTOR = 16
 """The engine sums in another order than the export, as the export does when its texts are batched otherwise; both
 differences have one cause, so one is the scale of the other."""
 FIX_EXPORT = "Export the model again, and try it with onnxruntime itself"
-
-
-@dataclass(frozen=True, slots=True)
-class Margins:
-    """Shares of the largest number of the output.
-
-    floor: what roundings alone explain. ceiling: what no engine may be over. company: an export whose texts differ more
-    than this with their company has no answer that a run of several could reproduce, so its texts run one by one.
-    """
-
-    floor: float
-    ceiling: float
-    company: float
-
-
-FP32 = Margins(floor=2e-5, ceiling=1e-3, company=1e-3)
-"""340 roundings of 2^-24. Seen on MiniLM-L6: 7e-7."""
-HALF = Margins(floor=2e-3, ceiling=1e-2, company=1e-2)
-"""4 roundings of 2^-11, since sums are kept in fp32. Seen on MiniLM-L6 in fp16: 2e-4, in company 3e-4."""
-QUANTISED = Margins(floor=0.1, ceiling=0.1, company=1e-2)
-"""A fused kernel may round an activation to the next of 255 steps, 0.4 % of its range, in each of dozens of matrices.
-Seen on MiniLM-L6 with dynamic activations: 0.05 alone; in company 0.13, for the whole run shares one scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +60,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the export gives for each text alone, float32 [rows, width], and how far its own batches are from that."""
+    """What the export gives for each text alone, float32 [rows, width], and how far its own batches are from that.
+
+    scale: the largest number, without what masks write.
+    """
 
     rows: tuple[TextRow, ...]
     outputs: Floats
@@ -97,12 +87,11 @@ def sample_rows(encoded: Sequence[TextRow], source: EncoderSource) -> tuple[Text
     return (*encoded, *random, TextRow((specials[0], source.vocab - 1, specials[1])))
 
 
-def reference_of(source: EncoderSource, rows: tuple[TextRow, ...], progress: Progress) -> Reference:
+def reference_of(
+    source: EncoderSource, rows: tuple[TextRow, ...], limits: EngineLimits, progress: Progress
+) -> Reference:
     """Raises SourceError when the export cannot be run as its files say."""
-    try:
-        graph = OnnxRuntimeGraph(source.model_path, optimised=False)
-    except MachineError as error:
-        raise _cannot_run(str(error), source) from error
+    graph = ExportGraph(source.model_path, source.file.path, weight_bytes_of(source.model))
     encoder = source.encoder
     outputs: list[Floats] = []
     for index, row in enumerate(rows):
@@ -111,27 +100,33 @@ def reference_of(source: EncoderSource, rows: tuple[TextRow, ...], progress: Pro
     wide = np.stack(outputs)
     if not np.isfinite(wide).all():
         raise AccuracyError("the export itself gives NaN or infinity; nothing was published. Export it again as fp32")
-    scale = float(np.abs(wide).max())
-    noise = max(_batched(graph, encoder, rows, part, wide) for part in _companies(rows))
+    scale = statistics.scale_of(wide) if encoder.labels else scale_of(wide)
+    parts = _companies(rows, COMPANY_ROWS, limits.step_tokens_max)
+    noise = max((_batched(graph, encoder, rows, part, wide) for part in parts), default=0.0)
     graph.close()
     return Reference(rows, wide, noise, scale)
 
 
-def verify(source: EncoderSource, engine: Path, reference: Reference, rows_max: int, progress: Progress) -> Verified:
+def verify(
+    source: EncoderSource, engine: Path, reference: Reference, limits: EngineLimits, progress: Progress
+) -> Verified:
     """Run the engine over the reference's rows, alone and in ragged runs. Raises AccuracyError past the bound."""
-    margins = margins_of(source)
-    alone = _alone_reason(reference, margins)
+    margins = MARGINS[precision_of(source.model)]
+    alone = _mixing_reason(source) or _alone_reason(reference, margins)
     bound = bound_of(reference, margins, alone=bool(alone))
     encoder = msgspec.structs.replace(source.encoder, width=reference.outputs.shape[1], tolerance=bound, alone=alone)
-    model = EncoderModel(encoder, OnnxRuntimeGraph(engine, has_arena=True))
+    with watchdog.loading(engine, source.file.path):
+        graph = OnnxRuntimeGraph(engine, has_arena=True, remedy="Export the model again")
+    model = EncoderModel(encoder, graph)
     try:
         singles = np.concatenate([_run(model, [row]) for row in reference.rows])
-        worst = _check(singles, reference, range(len(reference.rows)), bound, "alone")
+        worst = _check(singles, reference, range(len(reference.rows)), encoder, "alone")
         exact = True
-        for number, part in enumerate(() if alone else _companies(reference.rows, rows_max)):
-            progress(number / 8, f"runs of several texts: {len(part)} together")
+        parts = [] if alone else list(_companies(reference.rows, limits.slots, limits.step_tokens_max))
+        for number, part in enumerate(parts):
+            progress(number / len(parts), f"runs of several texts: {len(part)} together")
             found = _run(model, [reference.rows[index] for index in part])
-            worst = max(worst, _check(found, reference, part, bound, f"in a run of {len(part)}"))
+            worst = max(worst, _check(found, reference, part, encoder, f"in a run of {len(part)}"))
             exact = exact and bool((found == singles[list(part)]).all())
     finally:
         model.graph.close()
@@ -161,12 +156,14 @@ def bound_of(reference: Reference, margins: Margins, *, alone: bool) -> float:
     return share * reference.scale
 
 
-def margins_of(source: EncoderSource) -> Margins:
-    """By the coarsest type of the weights."""
-    kinds = {value.const_value.dtype.name for value in source.model.graph.initializers.values() if value.const_value}
-    if kinds & {"INT8", "UINT8", "INT4", "UINT4"}:
-        return QUANTISED
-    return HALF if kinds & {"FLOAT16", "BFLOAT16"} else FP32
+def _mixing_reason(source: EncoderSource) -> str:
+    """Where the graph is shown to let texts meet, numbers that do not say so only were not the right ones.
+
+    Where nothing is shown either way (exporters number the texts of a batch to look up their masks), numbers decide.
+    """
+    axes = dict.fromkeys(map(str, source.encoder.inputs), ("texts", "tokens"))
+    doubt = doubt_of(source.model, axes, [source.encoder.output])
+    return doubt.why if doubt is not None and doubt.is_certain else ""
 
 
 def _alone_reason(reference: Reference, margins: Margins) -> str:
@@ -183,10 +180,10 @@ def _line(reference: Reference, alone: str, *, exact: bool) -> str:
     return f"runs: several texts together; each equals the text alone {equal} ({own})"
 
 
-def _check(found: Floats, reference: Reference, part: Sequence[int], bound: float, where: str) -> float:
-    worst = 0.0
+def _check(found: Floats, reference: Reference, part: Sequence[int], encoder: Encoder, where: str) -> float:
+    worst, bound = 0.0, encoder.tolerance
     for vector, index in zip(found, part, strict=True):
-        gap = distance(vector, reference.outputs[index])
+        gap = _gap(vector, reference.outputs[index], encoder)
         worst = max(worst, gap)
         if not gap <= bound:
             raise AccuracyError(
@@ -197,29 +194,56 @@ def _check(found: Floats, reference: Reference, part: Sequence[int], bound: floa
     return worst
 
 
+def _gap(found: Floats, wanted: Floats, encoder: Encoder) -> float:
+    """How far apart they are; of logits, as far as it matters how unlikely a label is."""
+    if encoder.labels and found.shape == wanted.shape:
+        return distance(statistics.comparable(found), statistics.comparable(wanted))
+    return distance(found, wanted)
+
+
 def _run(model: EncoderModel, rows: Sequence[TextRow]) -> Floats:
     try:
         return model.vectors(rows)
+    except StepRetryableError as error:
+        raise _out_of_memory(error, rows) from error
     except GraphError as error:
         raise AccuracyError(f"the engine cannot run what its export ran: {error}. Nothing was published") from error
 
 
-def _companies(rows: Sequence[TextRow], rows_max: int = 16) -> Iterator[Sequence[int]]:
-    """Ragged runs of all rows, mixed in several ways; by length, as the scheduler puts them; and one row many times."""
+def _companies(rows: Sequence[TextRow], rows_max: int, tokens_max: int) -> Iterator[Sequence[int]]:
+    """Ragged runs of all rows, mixed in several ways; by length, as the scheduler puts them; and one row many times.
+
+    None takes more than the daemon's would: `rows_max` rows and, with its padding, `tokens_max` tokens.
+    """
     rng = np.random.default_rng(SEED)
-    order = np.arange(len(rows))
-    for _ in range(2):
-        rng.shuffle(order)
-        yield from (order[first : first + rows_max].tolist() for first in range(0, len(rows), rows_max))
-    by_length = sorted(range(len(rows)), key=lambda index: len(rows[index].ids))
-    yield from (by_length[first : first + rows_max] for first in range(0, len(rows), rows_max))
-    yield [by_length[len(rows) // 2]] * min(REPEATS, rows_max)
+    lengths = [len(row.ids) for row in rows]
+    by_length = sorted(range(len(rows)), key=lengths.__getitem__)
+    for order in (rng.permutation(len(rows)).tolist(), rng.permutation(len(rows)).tolist(), by_length):
+        yield from _runs(order, lengths, rows_max, tokens_max)
+    middle = by_length[len(rows) // 2]
+    yield from _runs([middle] * REPEATS, lengths, rows_max, tokens_max)
 
 
-def _alone(graph: OnnxRuntimeGraph, encoder: Encoder, row: TextRow, source: EncoderSource) -> Floats:
+def _runs(order: Sequence[int], lengths: Sequence[int], rows_max: int, tokens_max: int) -> Iterator[Sequence[int]]:
+    """`order` cut into runs of several rows; what has room for no other is no company."""
+    part: list[int] = []
+    for index in order:
+        longest = max(lengths[place] for place in (*part, index))
+        if part and (len(part) == rows_max or (len(part) + 1) * longest > tokens_max):
+            if len(part) > 1:
+                yield part
+            part = []
+        part.append(index)
+    if len(part) > 1:
+        yield part
+
+
+def _alone(graph: Graph, encoder: Encoder, row: TextRow, source: EncoderSource) -> Floats:
     """One text through the export, without padding, and what follows by definition."""
     try:
         (output,) = graph.run(_feeds(encoder, [row]), [encoder.output])
+    except StepRetryableError as error:
+        raise _out_of_memory(error, [row]) from error
     except GraphError as error:
         raise _cannot_run(f"a text of {len(row.ids)} tokens: {error}", source) from error
     expected_axes = 3 if encoder.pooling else 2
@@ -229,14 +253,14 @@ def _alone(graph: OnnxRuntimeGraph, encoder: Encoder, row: TextRow, source: Enco
     return vector
 
 
-def _batched(
-    graph: OnnxRuntimeGraph, encoder: Encoder, rows: Sequence[TextRow], part: Sequence[int], alone: Floats
-) -> float:
+def _batched(graph: Graph, encoder: Encoder, rows: Sequence[TextRow], part: Sequence[int], alone: Floats) -> float:
     """How far the export's own answers are in company; infinite where it cannot run several texts."""
     together = [rows[index] for index in part]
     try:
         (output,) = graph.run(_feeds(encoder, together), [encoder.output])
-        return distance(_defined(encoder, output, together), alone[list(part)])
+        return _gap(_defined(encoder, output, together), alone[list(part)], encoder)
+    except StepRetryableError as error:
+        raise _out_of_memory(error, together) from error
     except (GraphError, ValueError):
         return math.inf
 
@@ -289,6 +313,14 @@ def _pooled(mode: str, hidden: Array, mask: Array, lengths: Array) -> Array:
         case _:
             mean: Array = total / weights.sum(axis=1)
             return mean
+
+
+def _out_of_memory(error: StepRetryableError, rows: Sequence[TextRow]) -> MachineError:
+    longest = max(len(row.ids) for row in rows)
+    return MachineError(
+        f"verification needs runs of {len(rows)} texts of up to {longest:,} tokens, and one took more memory than this "
+        f"machine has free: {error}. Free some, or use fewer --step-tokens or a shorter --context"
+    )
 
 
 def _cannot_run(what: str, source: EncoderSource) -> SourceError:

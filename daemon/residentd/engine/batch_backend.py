@@ -96,8 +96,9 @@ class TensorBackend:
 
     def pieces(self, call: Call) -> tuple[Piece, ...]:
         size = max(1, sum(len(tensor.data) for tensor in call.tensors))
-        rows = 0 if self.model.tensors.alone else call.tensors[0].shape[0]
-        if not rows:
+        lengths = {tensor.shape[0] if tensor.shape else 0 for tensor in call.tensors}
+        rows = max(lengths, default=0)
+        if self.model.tensors.alone or len(lengths) > 1 or not rows:  # rows of other numbers would be dealt out wrongly
             return (Piece(0, Group(size, f"alone {call.id}")),)
         shapes = ", ".join(f"{tensor.name}{list(tensor.shape[1:])}" for tensor in call.tensors)
         return (Piece(0, Group(-(-size // rows), f"{shapes} -> {','.join(call.outputs)}"), rows),)

@@ -11,6 +11,7 @@ from residentd.backend.samples import distance, sample_distance, sample_of
 from residentd.backend.tensor_model import TensorModel, golden_feeds
 from residentd.calls import TextRow
 from residentd.models.checks import OUTPUTS, Part
+from residentd.models.statistics import comparable
 
 
 def probe_rows(model: EncoderModel, rows_max: int) -> tuple[Part, ...]:
@@ -18,11 +19,12 @@ def probe_rows(model: EncoderModel, rows_max: int) -> tuple[Part, ...]:
     encoder = model.encoder
     rows = [TextRow(golden.ids, golden.types) for golden in encoder.goldens]
     expected = [np.frombuffer(golden.output, "<f4") for golden in encoder.goldens]
+    compared = comparable if encoder.labels else np.asarray  # logits, as the build compared them
     worst, detail = 0.0, ""
     for name, batch in _ways(range(len(rows)), rows_max):
         found = model.vectors([rows[index] for index in batch])
         for index, vector in zip(batch, found, strict=True):
-            difference = distance(vector, expected[index])
+            difference = distance(compared(vector), compared(expected[index]))
             if difference > worst or not detail:
                 worst, detail = difference, f"golden {index + 1}, {name}"
     return (_part(len(rows), worst, encoder.tolerance, detail),)

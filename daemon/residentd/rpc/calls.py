@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from residentd.errors import (
 )
 from residentd.models.encoder import Activation, Kind
 from residentd.rpc import convert, parameters, tensors
+from residentd.rpc.text_threads import TextThreads
 from residentd.supervisor.asked import Asked
 from residentd.supervisor.engines import Engines, Loaded, wrong_kind
 from residentd.text.encoder_text import Encoded
@@ -88,7 +88,9 @@ class Calls:
         config: Config,
         ids: Iterator[int],
         place: Callable[[], AbstractContextManager[None]],
+        threads: TextThreads,
     ) -> None:
+        self._threads = threads
         self._engines = engines
         self._config = config
         self._ids = ids
@@ -185,7 +187,10 @@ class Calls:
         parameters.check_sizes(message, context.invocation_metadata() or (), limits)
         size = _check_texts(texts, limits)
         with self._place():
-            encoded = await _maybe_in_thread(size > INLINE_BYTES_MAX, lambda: _encoded(loaded, texts))
+            if size > INLINE_BYTES_MAX:
+                encoded = await self._threads.run(lambda: _encoded(loaded, texts))
+            else:
+                encoded = _encoded(loaded, texts)
         rows: tuple[TextRow, ...] = tuple(entry.row for entry in encoded)
         weight = sum(len(row.ids) for row in rows)
         check_travels(weight, CALL_TOKENS_MAX, "tokens", texts.field)
@@ -300,10 +305,6 @@ def _shortened(answer: Answer, dimensions: int) -> np.ndarray[Any, Any]:
     rows: np.ndarray[Any, Any] = answer.rows[:, :dimensions].astype(np.float64)
     norms = np.sqrt(np.square(rows).sum(axis=1, keepdims=True))
     return rows / np.maximum(norms, 1e-12) if encoder.normalise else rows
-
-
-async def _maybe_in_thread(long: bool, work: Callable[[], T]) -> T:  # noqa: FBT001 - private, named by its use
-    return await asyncio.to_thread(work) if long else work()
 
 
 def _deadline_ms(remaining_s: float | None) -> int | None:

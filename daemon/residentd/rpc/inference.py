@@ -22,6 +22,7 @@ from residentd.errors import (
 from residentd.rpc import convert, parameters
 from residentd.rpc.calls import Calls
 from residentd.rpc.tensors import spec_message
+from residentd.rpc.text_threads import TextThreads
 from residentd.supervisor.engines import Engines, Loaded
 from residentd.supervisor.generation import Generation
 from residentd.supervisor.host import State
@@ -50,7 +51,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._engines = engines
         self._config = config
         self._ids = itertools.count(1)
-        self._calls = Calls(engines, config, self._ids, self._place)
+        self._threads = TextThreads()
+        self._calls = Calls(engines, config, self._ids, self._place, self._threads)
         self._preparing = 0  # requests whose prompt is being tokenized
 
     async def Generate(
@@ -93,7 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             limits = self._config.limits
             parameters.check_sizes(request, context.invocation_metadata() or (), limits)
             loaded = self._engines.resolve(request.model, ("generate",))
-            ids = await parameters.prompt_ids_of(request, loaded, limits)
+            ids = await parameters.prompt_ids_of(request, loaded, limits, self._threads)
             return inference_pb2.CountTokensResponse(
                 tokens=len(ids),
                 context=loaded.manifest.content.engine.limits.context,
@@ -154,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         parameters.check_sizes(message, context.invocation_metadata() or (), limits)
         loaded = self._engines.resolve(message.model, ("generate",))
         with self._place():
-            ids = await parameters.prompt_ids_of(message, loaded, limits)
+            ids = await parameters.prompt_ids_of(message, loaded, limits, self._threads)
         params = parameters.sampling_params(message.sampling, loaded, prompt_tokens=len(ids), limits=limits)
         if len(message.stop) > limits.stop_strings_max:
             raise CallerError(

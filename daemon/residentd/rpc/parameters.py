@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
@@ -12,6 +11,7 @@ from google.protobuf.message import Message
 from resident.v1 import inference_pb2
 from residentd.config import Limits
 from residentd.errors import CallerError
+from residentd.rpc.text_threads import TextThreads
 from residentd.sampling import validate
 from residentd.supervisor.engines import Loaded
 from residentd.types import ChatMessage, SamplingParams
@@ -45,10 +45,10 @@ def check_sizes(
         )
 
 
-async def prompt_ids_of(message: Prompting, loaded: Loaded, limits: Limits) -> tuple[int, ...]:
-    """`prompt_ids`, off the event loop where the prompt is long: 4 MB take the tokenizer seconds, without the lock."""
+async def prompt_ids_of(message: Prompting, loaded: Loaded, limits: Limits, threads: TextThreads) -> tuple[int, ...]:
+    """`prompt_ids`, off the event loop where the prompt is long."""
     if message.ByteSize() > INLINE_BYTES_MAX:
-        return await asyncio.to_thread(prompt_ids, message, loaded, limits)
+        return await threads.run(lambda: prompt_ids(message, loaded, limits))
     return prompt_ids(message, loaded, limits)
 
 

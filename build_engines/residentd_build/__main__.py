@@ -203,7 +203,7 @@ def _install(parsed: argparse.Namespace, reporter: Reporter) -> None:
 
     store = Store(parsed.state)
     with contextlib.closing(Registry(parsed.state)) as registry:
-        store.sweep(lambda: {version.digest for version in registry.versions()})
+        store.sweep(registry.digests)
         with store.staging() as stage:
             with watchdog.watching(reporter.progress, parsed.source, _giving_up(reporter, stage.path)) as progress:
                 manifest = build(parsed.source, stage.path, options, progress, store.check_room)

@@ -15,7 +15,7 @@ def main(state: Path) -> int:
     """0, or 1 where it cannot be done now; the next build tries again."""
     try:
         with contextlib.closing(Registry(state)) as registry:
-            Store(state).sweep(lambda: {version.digest for version in registry.versions()})
+            Store(state).sweep(registry.digests)
     except ResidentError as error:
         print(error, file=sys.stderr)
         return 1

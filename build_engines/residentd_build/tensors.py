@@ -342,3 +342,9 @@ def _mapped(tensor: ir.ExternalTensor, files: DataFiles) -> ir.Tensor[Any]:
     mapped = files.array(Claim(str(tensor.location), tensor.offset or 0, length), tensor.dtype, dims)
     mapped.name = tensor.name
     return mapped
+
+
+def weight_bytes_of(model: ir.Model) -> int:
+    """Of all weights, as the files hold them."""
+    values = model.graph.initializers.values()
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)

@@ -34,6 +34,7 @@ from residentd_build.goldens import record
 from residentd_build.passes.widen import narrow_types
 from residentd_build.source import MODEL_FILE, Source
 from residentd_build.states import StateError, ports_of_session, states_of
+from residentd_build.tensors import weight_bytes_of
 
 SEED = 20261201
 SLOTS_MAX = 6  # fewer than the sequences, so that slots are reused; more would only take memory
@@ -147,8 +148,7 @@ def comparing(source: Source) -> RuntimeOptions:
 
     Kernels of few bits compute otherwise without their packing, and 16 bits would be widened anew in every run.
     """
-    tensors = (value.const_value for value in source.model.graph.initializers.values())
-    is_large = sum(tensor.nbytes for tensor in tensors if tensor is not None) > PACKED_BYTES_MAX
+    is_large = weight_bytes_of(source.model) > PACKED_BYTES_MAX
     is_plain = arrived(source.model) is None and not narrow_types(source.model)
     return MAPPED if is_large and is_plain else RuntimeOptions()
 

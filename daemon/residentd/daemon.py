@@ -36,7 +36,7 @@ async def run(config: Config) -> None:
         store = Store(state)
         registry = Registry(state)
         try:
-            store.sweep(lambda: {version.digest for version in registry.versions()})
+            store.sweep(registry.digests)
             engines = Engines(store, registry, config)
             await _serve(engines, config)
         finally:

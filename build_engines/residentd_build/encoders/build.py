@@ -19,7 +19,6 @@ from residentd.text.tokenizer import Tokenizer
 from residentd_build.compatibility import precision_of
 from residentd_build.encoders import verify
 from residentd_build.encoders.choices import refuse_other_precision
-from residentd_build.encoders.export import weight_bytes_of
 from residentd_build.encoders.kind import architecture_of
 from residentd_build.encoders.source import EncoderSource, check_graph, read_encoder
 from residentd_build.engine_files import ENGINE_FILE, write_files
@@ -27,6 +26,7 @@ from residentd_build.foreign import cut, refusing
 from residentd_build.pipeline import ENGINE_DIRECTORY, PROTO_OVERHEAD_BYTES, history_of, seal
 from residentd_build.progress import stage_of
 from residentd_build.source import TOKENIZER_FILE
+from residentd_build.tensors import weight_bytes_of
 from residentd_build.text_source import FIX_TOKENIZER, ids_of
 
 if TYPE_CHECKING:

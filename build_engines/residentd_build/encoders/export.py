@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING
 
 import onnxruntime as ort
 
-from residentd.backend.onnxruntime import OUT_OF_MEMORY_MARKS
-from residentd.backend.onnxruntime_graph import OnnxRuntimeGraph, plain
+from residentd.backend.messages import is_lack_of_memory, plain
+from residentd.backend.onnxruntime_graph import OnnxRuntimeGraph
 from residentd.errors import Finding, MachineError, SourceError
 from residentd_build import watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    import onnx_ir as ir
 
     from residentd.backend.graph import Array
 
@@ -30,11 +28,6 @@ Twice what a processor of 10 GFLOP/s needs to multiply and add every weight of 4
 """
 
 
-def weight_bytes_of(model: ir.Model) -> int:
-    values = model.graph.initializers.values()
-    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
-
-
 class ExportGraph(OnnxRuntimeGraph):
     """Implements backend.graph.Graph. Raises SourceError for what cannot be loaded, or does not end."""
 
@@ -44,9 +37,9 @@ class ExportGraph(OnnxRuntimeGraph):
             with watchdog.loading(path, where):
                 super().__init__(path, optimised=False)
         except MachineError as error:
-            text = plain(error.__cause__) if isinstance(error.__cause__, Exception) else str(error)
-            if _is_lack_of_memory(text):
+            if is_lack_of_memory(error.__cause__):
                 raise
+            text = plain(error.__cause__) if isinstance(error.__cause__, Exception) else str(error)
             what = f"ONNX Runtime {ort.__version__} cannot run the export ({text})"
             raise SourceError([Finding(what, where, "Export the model again, and try it with onnxruntime")]) from error
         self._where = where
@@ -56,7 +49,3 @@ class ExportGraph(OnnxRuntimeGraph):
         limit_s = RUN_S_MAX + sum(array.size for array in feeds.values()) * self._number_s_max
         with watchdog.running(limit_s, self._where) as options:
             return self.run_with(feeds, outputs, options)
-
-
-def _is_lack_of_memory(text: str) -> bool:
-    return any(mark in text for mark in OUT_OF_MEMORY_MARKS)

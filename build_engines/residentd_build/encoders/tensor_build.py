@@ -24,7 +24,7 @@ from residentd_build.compatibility import precision_of
 from residentd_build.encoders.build import check_memory, write_engine
 from residentd_build.encoders.choices import refuse_other_precision
 from residentd_build.encoders.company import Company, rounded
-from residentd_build.encoders.export import ExportGraph, weight_bytes_of
+from residentd_build.encoders.export import ExportGraph
 from residentd_build.encoders.margins import FP32, MARGINS
 from residentd_build.encoders.rows import doubt_of
 from residentd_build.encoders.tensor_source import check_asked, shapes_that_run
@@ -32,6 +32,7 @@ from residentd_build.engine_files import ENGINE_FILE
 from residentd_build.foreign import cut, refusing
 from residentd_build.pipeline import ENGINE_DIRECTORY, PROTO_OVERHEAD_BYTES, history_of, seal
 from residentd_build.progress import stage_of
+from residentd_build.tensors import weight_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,9 +24,10 @@ from residentd.models.encoder import RowGolden
 from residentd.models.manifest import Agreement
 from residentd_build import watchdog
 from residentd_build.compatibility import precision_of
-from residentd_build.encoders.export import ExportGraph, weight_bytes_of
+from residentd_build.encoders.export import ExportGraph
 from residentd_build.encoders.margins import MARGINS
 from residentd_build.encoders.rows import doubt_of
+from residentd_build.tensors import weight_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -20,6 +20,14 @@ _SOURCE = re.compile(
 _PATH = re.compile(r"(?<!\w)/(?:[\w.+-]+/)+[\w.+-]*")
 
 
+OUT_OF_MEMORY_MARKS = ("bad_alloc", "bad allocation", "Failed to allocate memory")
+
+
+def is_lack_of_memory(error: BaseException | None) -> bool:
+    """Whether ONNX Runtime, or Python, says so."""
+    return isinstance(error, MemoryError) or any(mark in str(error) for mark in OUT_OF_MEMORY_MARKS)
+
+
 def plain(error: Exception) -> str:
     """One short line without ONNX Runtime's codes and places in its sources, and without paths of this machine."""
     text = plain_text(str(error)) or type(error).__name__

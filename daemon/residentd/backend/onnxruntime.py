@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residentd.backend.base import Logits
-from residentd.backend.messages import plain
+from residentd.backend.messages import is_lack_of_memory, plain
 from residentd.backend.steps import StepArranger, StepArrays, runs_that_fit
 from residentd.errors import BackendLostError, MachineError, StepRetryableError, StoreError
 from residentd.models.environment import read_processor
@@ -57,7 +57,6 @@ CAPACITY_INPUT = "total_sequence_length"
 LOGITS_OUTPUT = "logits"
 CACHE_DTYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType({"float32": np.float32, "float16": np.float16})
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
-OUT_OF_MEMORY_MARKS = ("bad_alloc", "bad allocation", "Failed to allocate memory")
 
 Array = npt.NDArray[Any]
 
@@ -357,6 +356,6 @@ def _bind_input(io: Any, name: str, array: Array) -> None:
 def step_error(plan: StepPlan, error: Exception) -> MachineError:
     """Out of memory may pass, and K/V written so far lie beyond every row's start; anything else ends the backend."""
     text = plain(error)
-    if isinstance(error, MemoryError) or any(mark in text for mark in OUT_OF_MEMORY_MARKS):
+    if is_lack_of_memory(error):
         return StepRetryableError(f"step {plan.step} of {plan.tokens_count} tokens ran out of memory ({text})")
     return BackendLostError(f"ONNX Runtime failed in step {plan.step} ({text})")

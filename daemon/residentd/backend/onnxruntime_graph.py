@@ -10,8 +10,8 @@ from typing import Any
 import onnxruntime as ort
 
 from residentd.backend.graph import Array, GraphError
-from residentd.backend.messages import plain
-from residentd.backend.onnxruntime import OUT_OF_MEMORY_MARKS, RuntimeOptions, session_options
+from residentd.backend.messages import is_lack_of_memory, plain
+from residentd.backend.onnxruntime import RuntimeOptions, session_options
 from residentd.errors import MachineError, StepRetryableError
 
 __all__ = ["OnnxRuntimeGraph", "plain"]
@@ -45,10 +45,6 @@ class OnnxRuntimeGraph:
                 f"ONNX Runtime {ort.__version__} cannot load the graph: {plain(error)}. {remedy}"
             ) from error
 
-    @property
-    def session(self) -> Any:
-        return self._session
-
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> list[Array]:
         return self.run_with(feeds, outputs, None)
 
@@ -58,7 +54,7 @@ class OnnxRuntimeGraph:
             arrays: list[Array] = self._session.run(list(outputs), dict(feeds), options)
         except Exception as error:
             text = plain(error)
-            if isinstance(error, MemoryError) or any(mark in text for mark in OUT_OF_MEMORY_MARKS):
+            if is_lack_of_memory(error):
                 raise StepRetryableError(f"a run of the graph ran out of memory ({text})") from error
             raise GraphError(text) from error
         return arrays

@@ -202,6 +202,10 @@ class Registry:
             raise NotFoundError(_unknown_name(name, sorted(models)), field="model")
         return models[name]
 
+    def digests(self) -> set[str]:
+        """Of everything that any name has: what a sweep of the store must leave."""
+        return {version.digest for version in self.versions()}
+
     def promoted(self, name: str) -> tuple[Version, ...]:
         """What `name` means and meant before, the last first, without versions that it was rolled back from."""
         with self._mutex, _explained():

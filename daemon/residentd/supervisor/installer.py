@@ -144,7 +144,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _sweep(state: Path) -> None:
     """What a compiler that was killed had staged, or published and not registered. The next start tries again."""
     with contextlib.suppress(ResidentError), contextlib.closing(Registry(state)) as registry:
-        Store(state).sweep(lambda: {version.digest for version in registry.versions()})
+        Store(state).sweep(registry.digests)
 
 
 def _error_of(event: dict[str, Any], status: int) -> ResidentError:
